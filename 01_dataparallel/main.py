@@ -1,0 +1,204 @@
+"""Method 1: nn.DataParallel. One process drives all GPUs of one machine, a thread for each.
+
+In every step DataParallel copies the model to all GPUs, splits the batch among them, and gathers the outputs and the
+gradients on the first one. One line of code; but that copying in every step, and one Python for all GPUs, cost speed.
+
+    python3 01_dataparallel/main.py
+
+There is no second line for two machines: one process cannot reach the GPUs of another one.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for common/
+from common.data import build_datasets, refuse
+from common.model import build_model
+
+VALIDATED = "val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add = parser.add_argument
+    add("--data", default="digits", help="digits (built in), fake, or a folder with train/<class>/ and val/<class>/")
+    add("--arch", help="cnn or any torchvision classification model (default: cnn for digits, else resnet18)")
+    add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
+    add("--image-size", type=int, help="in pixels (default: 8 for digits, else 224)")
+    add("--epochs", type=int, default=15)
+    add("--batch-size", type=int, default=64, help="global: shared out among all processes")
+    add("--lr", type=float, default=0.05, help="a tenth of it after 30 epochs, a hundredth after 60, ...")
+    add("--momentum", type=float, default=0.9)
+    add("--weight-decay", type=float, default=5e-4)
+    add("--workers", type=int, default=2, help="data loading processes per training process")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=["float32", "float64"], default="float32")
+    add("--output", type=Path, default=Path("runs", Path(__file__).parent.name), help="gets last.pt, best.pt, metrics")
+    add("--resume", nargs="?", const=True, help="a checkpoint; alone: <output>/last.pt, or from the start without one")
+    add("--evaluate", action="store_true", help="validate and exit")
+    add("--max-steps", type=int, help="stop each epoch after that many steps")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    args.dtype = getattr(torch, args.dtype)
+
+    # One process and its devices
+    cuda = torch.cuda.is_available()
+    gpus = list(range(torch.cuda.device_count()))  # (1) the GPUs that share every batch
+    rank, world_size = 0, 1
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # (2) where the weights and the gathered outputs are
+
+    # Data: the sampler shuffles alike in every process and deals the images out, one to each in turn
+    train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
+    if args.batch_size % world_size or args.batch_size > len(train_set):
+        refuse(f"--batch-size: needs a multiple of {world_size} (processes), at most {len(train_set)} (images)")
+    options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
+    options["persistent_workers"] = args.workers > 0
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
+    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **options)
+
+    # Model, optimizer, schedule
+    torch.manual_seed(args.seed)
+    arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")
+    model = build_model(arch, len(train_set.classes), args.pretrained).to(device, args.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    parallel = nn.DataParallel(model, device_ids=gpus, output_device=gpus[0] if gpus else None)  # (3) split the batch
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+    if rank == 0:
+        print(f"nn.DataParallel: 1 process ({f'{len(gpus)} GPUs' if gpus else 'cpu: nothing to split batches over'})")
+        print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
+        print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
+
+    # Resume
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
+    progress = {"epoch": 0, "best_top1": -1.0, "history": []}
+    if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
+        for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more
+            parts[name].load_state_dict(checkpoint[name])
+        progress = {name: checkpoint[name] for name in progress}
+        if rank == 0 and progress["epoch"] >= args.epochs and not args.evaluate:
+            print(f"nothing to train: {progress['epoch']} of {args.epochs} epochs are done", flush=True)
+    if args.evaluate:
+        result = evaluate(parallel, val_loader, device, args)
+        args.epochs = 0
+        if rank == 0:
+            print(VALIDATED.format(**result), flush=True)
+
+    # Train, validate, save
+    for epoch in range(progress["epoch"], args.epochs):
+        start = time.perf_counter()
+        sampler.set_epoch(epoch)  # another order
+        train_set.set_epoch(epoch)  # other crops
+        torch.manual_seed(args.seed + 1000 * epoch + rank)  # other dropout, and after --resume the same again
+        result = {"epoch": epoch + 1, "processes": world_size, "lr": scheduler.get_last_lr()[0]}
+        result |= train_one_epoch(parallel, train_loader, optimizer, device, rank, epoch, args)
+        result |= evaluate(parallel, val_loader, device, args)
+        result["seconds"] = time.perf_counter() - start
+        scheduler.step()
+        if not math.isfinite(result["train_loss"] + result["val_loss"]):
+            refuse(f"the loss is no longer finite in epoch {epoch + 1}: nothing saved. Try an --lr below {args.lr}")
+        if rank == 0:
+            line = "epoch {epoch}  train loss {train_loss:.4f}  " + VALIDATED + "  {images_per_second:.0f} images/s"
+            print(line.format(**result), flush=True)
+            best_top1, history = max(result["top1"], progress["best_top1"]), [*progress["history"], result]
+            progress = {"epoch": epoch + 1, "best_top1": best_top1, "history": history}
+            checkpoint = {name: part.state_dict() for name, part in parts.items()} | progress
+            checkpoint |= {"arch": arch, "classes": train_set.classes, "command": sys.argv}
+            save_checkpoint(checkpoint, args.output)
+
+
+def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
+    """Returns the mean loss over all processes' images, and how many images a second all of them trained on."""
+    model.train()
+    steps = min(len(loader), args.max_steps or len(loader))
+    loss_sum, start = torch.zeros((), dtype=torch.float64, device=device), time.perf_counter()
+    bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
+    for step, (images, labels) in zip(range(1, steps + 1), loader):
+        images = images.to(device, args.dtype, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss_sum += loss.detach()
+        bar.update()
+        if rank == 0 and step % 50 == 0:  # not every step: reading the loss waits for the GPU
+            speed = step * args.batch_size / (time.perf_counter() - start)
+            line = f"epoch {epoch + 1}  step {step}/{steps}  loss {loss_sum.item() / step:.4f}  {speed:.0f} images/s"
+            print(line, flush=True) if bar.disable else bar.set_description(line)
+    bar.close()
+    loss_mean = loss_sum / steps
+    speed = steps * args.batch_size / (time.perf_counter() - start)
+    return {"train_loss": loss_mean.item(), "images_per_second": speed}
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, args):
+    """Returns the loss and the top-1 and top-5 accuracy (%) over the validation images of all processes' shares.
+
+    model: not DistributedDataParallel's, whose forward pass may communicate: not all processes need equally many.
+    """
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right at the first guess, within five, images
+    for images, labels in loader:
+        images = images.to(device, args.dtype, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        output = model(images)
+        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # (images, guesses)
+        sums[0] += F.cross_entropy(output, labels, reduction="sum")
+        sums[1] += right[:, 0].sum()
+        sums[2] += right.sum()
+        sums[3] += len(labels)
+    loss, top1, top5, count = sums.tolist()
+    return {"val_loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count, "val_images": int(count)}
+
+
+def save_checkpoint(checkpoint, output):
+    """Writes metrics.jsonl, best.pt, last.pt: each aside, then renamed: a killed run leaves the old or the new."""
+
+    def write(name, save):
+        save(output / f"{name}.tmp")
+        os.replace(output / f"{name}.tmp", output / name)
+
+    output.mkdir(parents=True, exist_ok=True)
+    write("metrics.jsonl", lambda path: path.write_text("".join(json.dumps(r) + "\n" for r in checkpoint["history"])))
+    if checkpoint["best_top1"] == checkpoint["history"][-1]["top1"]:
+        write("best.pt", lambda path: torch.save(checkpoint, path))
+    write("last.pt", lambda path: torch.save(checkpoint, path))  # last: all the others are there when it is
+
+
+def load_checkpoint(args, rank):
+    """Returns the checkpoint that --resume asks for, None for a fresh start. Rank 0 reads it for all processes."""
+    path = args.output / "last.pt" if args.resume is True else Path(args.resume)
+    message = [None]
+    if rank == 0 and path.is_file():
+        message = [torch.load(path, map_location="cpu", weights_only=True)]
+    elif rank == 0 and args.resume is not True:
+        message = [f"--resume: there is no file {path}"]
+    if isinstance(message[0], str):
+        refuse(message[0])
+    if rank == 0:
+        print(f"resuming from {path}" if message[0] else f"starting afresh: there is no {path} yet", flush=True)
+    return message[0]
+
+
+if __name__ == "__main__":
+    main()

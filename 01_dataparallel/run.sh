@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Trains with nn.DataParallel, one process on all GPUs, or on the CPU:
+#
+#     bash 01_dataparallel/run.sh [options of main.py]
+#     NPROC=2 bash 01_dataparallel/run.sh               # on the first two GPUs
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/../common/env.sh"
+share_cores 1
+if [ "$NPROC" -lt "$GPUS" ] && [ -z "${CUDA_VISIBLE_DEVICES:-}" ]; then
+  export CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((NPROC - 1)))
+fi
+exec python3 "$here/main.py" "$@"

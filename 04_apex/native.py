@@ -1,0 +1,219 @@
+"""Method 4 today: mixed precision by torch.amp. What NVIDIA moved Apex's users to, under torchrun as method 2.
+
+autocast runs the matrix work in 16 bits, float16 on GPUs and bfloat16 on CPUs, and keeps the weights in 32. The
+gradients of float16 underflow to zero, unless GradScaler scales the loss up before backward and them down again after.
+
+    torchrun --nproc_per_node=2 04_apex/native.py
+    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=HOST0 --master_port=29500 04_apex/native.py
+
+The first is for one machine, the second for two: the same line on both, but with --node_rank=1 on the other one.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for common/
+from common.data import build_datasets, refuse
+from common.model import build_model
+
+VALIDATED = "val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add = parser.add_argument
+    add("--data", default="digits", help="digits (built in), fake, or a folder with train/<class>/ and val/<class>/")
+    add("--arch", help="cnn or any torchvision classification model (default: cnn for digits, else resnet18)")
+    add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
+    add("--image-size", type=int, help="in pixels (default: 8 for digits, else 224)")
+    add("--epochs", type=int, default=15)
+    add("--batch-size", type=int, default=64, help="global: shared out among all processes")
+    add("--lr", type=float, default=0.05, help="a tenth of it after 30 epochs, a hundredth after 60, ...")
+    add("--momentum", type=float, default=0.9)
+    add("--weight-decay", type=float, default=5e-4)
+    add("--workers", type=int, default=2, help="data loading processes per training process")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=["float32", "float64"], default="float32")
+    add("--output", type=Path, default=Path("runs", Path(__file__).parent.name), help="gets last.pt, best.pt, metrics")
+    add("--resume", nargs="?", const=True, help="a checkpoint; alone: <output>/last.pt, or from the start without one")
+    add("--evaluate", action="store_true", help="validate and exit")
+    add("--max-steps", type=int, help="stop each epoch after that many steps")
+    add("--backend", help="nccl, gloo, ... (default: nccl with GPUs, else gloo)")
+    add("--amp", action=argparse.BooleanOptionalAction, default=True, help="mixed precision")
+    add("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    args.dtype = getattr(torch, args.dtype)
+
+    # The processes' group and this process's device
+    cuda = torch.cuda.is_available()
+    local_rank = args.local_rank  # (1) LOCAL_RANK; torch.distributed.launch, torchrun's forerunner, has the flag
+    dist.init_process_group(args.backend or ("nccl" if cuda else "gloo"))  # (2) wait until all processes are there
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # (3) one GPU per process
+
+    # Data: the sampler shuffles alike in every process and deals the images out, one to each in turn
+    train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
+    if args.batch_size % world_size or args.batch_size > len(train_set):
+        refuse(f"--batch-size: needs a multiple of {world_size} (processes), at most {len(train_set)} (images)")
+    options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
+    options["persistent_workers"] = args.workers > 0
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
+    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **options)
+
+    # Model, optimizer, schedule
+    torch.manual_seed(args.seed)
+    arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")
+    model = build_model(arch, len(train_set.classes), args.pretrained).to(device, args.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp and cuda)  # (4a) bfloat16 does not underflow
+    parallel = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)  # (5) average the gradients
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+    if rank == 0:
+        print(f"torch.amp {'on' if args.amp else 'off'}: {world_size} processes ({device.type}, {dist.get_backend()})")
+        print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
+        print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
+
+    # Resume
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
+    parts |= {"scaler": scaler} if scaler.is_enabled() else {}  # (5a) its scale
+    progress = {"epoch": 0, "best_top1": -1.0, "history": []}
+    if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
+        for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more
+            parts[name].load_state_dict(checkpoint[name])
+        progress = {name: checkpoint[name] for name in progress}
+        if rank == 0 and progress["epoch"] >= args.epochs and not args.evaluate:
+            print(f"nothing to train: {progress['epoch']} of {args.epochs} epochs are done", flush=True)
+    if args.evaluate:
+        result = evaluate(model, val_loader, device, args)
+        args.epochs = 0
+        if rank == 0:
+            print(VALIDATED.format(**result), flush=True)
+
+    # Train, validate, save
+    for epoch in range(progress["epoch"], args.epochs):
+        start = time.perf_counter()
+        sampler.set_epoch(epoch)  # another order
+        train_set.set_epoch(epoch)  # other crops
+        torch.manual_seed(args.seed + 1000 * epoch + rank)  # other dropout, and after --resume the same again
+        result = {"epoch": epoch + 1, "processes": world_size, "lr": scheduler.get_last_lr()[0]}
+        result |= train_one_epoch(parallel, train_loader, optimizer, scaler, device, rank, epoch, args)
+        result |= evaluate(model, val_loader, device, args)
+        result["seconds"] = time.perf_counter() - start
+        scheduler.step()
+        if not math.isfinite(result["train_loss"] + result["val_loss"]):
+            refuse(f"the loss is no longer finite in epoch {epoch + 1}: nothing saved. Try an --lr below {args.lr}")
+        if rank == 0:
+            line = "epoch {epoch}  train loss {train_loss:.4f}  " + VALIDATED + "  {images_per_second:.0f} images/s"
+            print(line.format(**result), flush=True)
+            best_top1, history = max(result["top1"], progress["best_top1"]), [*progress["history"], result]
+            progress = {"epoch": epoch + 1, "best_top1": best_top1, "history": history}
+            checkpoint = {name: part.state_dict() for name, part in parts.items()} | progress
+            checkpoint |= {"arch": arch, "classes": train_set.classes, "command": sys.argv}
+            save_checkpoint(checkpoint, args.output)
+    dist.destroy_process_group()  # (6) leave together
+
+
+def train_one_epoch(model, loader, optimizer, scaler, device, rank, epoch, args):
+    """Returns the mean loss over all processes' images, and how many images a second all of them trained on."""
+    model.train()
+    steps = min(len(loader), args.max_steps or len(loader))
+    loss_sum, start = torch.zeros((), dtype=torch.float64, device=device), time.perf_counter()
+    bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
+    for step, (images, labels) in zip(range(1, steps + 1), loader):
+        images = images.to(device, args.dtype, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.autocast(device.type, enabled=args.amp):  # (5b) 16 bits where that is safe
+            loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()  # (5c) keep small gradients above zero
+        scaler.step(optimizer)  # (5d) scale them back; no step if one has overflowed
+        scaler.update()  # (5e) smaller after that, larger after 2,000 good steps
+        loss_sum += loss.detach()
+        bar.update()
+        if rank == 0 and step % 50 == 0:  # not every step: reading the loss waits for the GPU
+            speed = step * args.batch_size / (time.perf_counter() - start)
+            line = f"epoch {epoch + 1}  step {step}/{steps}  loss {loss_sum.item() / step:.4f}  {speed:.0f} images/s"
+            print(line, flush=True) if bar.disable else bar.set_description(line)
+    bar.close()
+    loss_mean = loss_sum / steps
+    dist.all_reduce(loss_mean)  # (7) a sum, once an epoch
+    loss_mean /= dist.get_world_size()
+    speed = steps * args.batch_size / (time.perf_counter() - start)
+    return {"train_loss": loss_mean.item(), "images_per_second": speed}
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, args):
+    """Returns the loss and the top-1 and top-5 accuracy (%) over the validation images of all processes' shares.
+
+    model: not DistributedDataParallel's, whose forward pass may communicate: not all processes need equally many.
+    """
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right at the first guess, within five, images
+    for images, labels in loader:
+        images = images.to(device, args.dtype, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        output = model(images)
+        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # (images, guesses)
+        sums[0] += F.cross_entropy(output, labels, reduction="sum")
+        sums[1] += right[:, 0].sum()
+        sums[2] += right.sum()
+        sums[3] += len(labels)
+    dist.all_reduce(sums)  # (8) sums, not averages: shares and last batches differ in size
+    loss, top1, top5, count = sums.tolist()
+    return {"val_loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count, "val_images": int(count)}
+
+
+def save_checkpoint(checkpoint, output):
+    """Writes metrics.jsonl, best.pt, last.pt: each aside, then renamed: a killed run leaves the old or the new."""
+
+    def write(name, save):
+        save(output / f"{name}.tmp")
+        os.replace(output / f"{name}.tmp", output / name)
+
+    output.mkdir(parents=True, exist_ok=True)
+    write("metrics.jsonl", lambda path: path.write_text("".join(json.dumps(r) + "\n" for r in checkpoint["history"])))
+    if checkpoint["best_top1"] == checkpoint["history"][-1]["top1"]:
+        write("best.pt", lambda path: torch.save(checkpoint, path))
+    write("last.pt", lambda path: torch.save(checkpoint, path))  # last: all the others are there when it is
+
+
+def load_checkpoint(args, rank):
+    """Returns the checkpoint that --resume asks for, None for a fresh start. Rank 0 reads it for all processes."""
+    path = args.output / "last.pt" if args.resume is True else Path(args.resume)
+    message = [None]
+    if rank == 0 and path.is_file():
+        message = [torch.load(path, map_location="cpu", weights_only=True)]
+    elif rank == 0 and args.resume is not True:
+        message = [f"--resume: there is no file {path}"]
+    dist.broadcast_object_list(message)  # (9) from rank 0
+    if isinstance(message[0], str):
+        refuse(message[0])
+    if rank == 0:
+        print(f"resuming from {path}" if message[0] else f"starting afresh: there is no {path} yet", flush=True)
+    return message[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Trains in mixed precision, one process per GPU, or two on the CPU: with Apex where it is installed, else with native.py:
+#
+#     bash 04_apex/run.sh [options of main.py or native.py]
+#     NPROC=4 bash 04_apex/run.sh                       # four processes
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/../common/env.sh"
+share_cores "$NPROC"
+
+# Is there an Apex with amp?
+why=$(
+  python3 - 2>/dev/null <<'PYTHON'
+import importlib.util
+
+if importlib.util.find_spec("apex") is None:
+    print("no apex is installed")
+else:
+    try:
+        from apex import amp, parallel
+    except Exception as error:
+        print(f"the apex that is installed cannot be used ({error})")
+PYTHON
+)
+script=main.py
+if [ -n "$why" ]; then
+  echo "04_apex: $why: running native.py, PyTorch's own mixed precision, in its place" >&2
+  script=native.py
+fi
+exec torchrun --standalone --nproc_per_node="$NPROC" "$here/$script" "$@"
