@@ -4,6 +4,7 @@
 #     bash run_all.sh [options of main.py]     trains with the five methods one after another, and compares them
 #     bash run_all.sh --test [options of pytest]     runs the tests
 #
+# Results go to runs/, or where RUNS says.
 # Set-up goes into the active virtual or conda environment, else into .venv, which it makes. System packages are yours to
 # install: where one is missing, it says which.
 set -euo pipefail
@@ -66,6 +67,8 @@ if [ "${1:-}" = --test ]; then
 fi
 
 # A method that fails does not stop the others: the comparison says what became of it.
+runs=${RUNS:-$root/runs}
+mkdir -p "$runs"
 outcomes=()
 for method in 01_dataparallel 02_distributed 03_multiprocessing 04_apex 05_horovod; do
   if [ "$method" = 05_horovod ] && [ -n "$horovod" ]; then
@@ -73,11 +76,11 @@ for method in 01_dataparallel 02_distributed 03_multiprocessing 04_apex 05_horov
     continue
   fi
   printf '\n== %s\n' "$method"
-  if bash "$root/$method/run.sh" --output "$root/runs/$method" "$@"; then
+  if bash "$root/$method/run.sh" --output "$runs/$method" "$@"; then
     outcomes+=("$method=")
   else
     outcomes+=("$method=ended with status $?")
   fi
 done
 echo
-python3 "$root/common/report.py" "$root/runs" "${outcomes[@]}"
+python3 "$root/common/report.py" "$runs" "${outcomes[@]}"

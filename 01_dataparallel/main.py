@@ -83,7 +83,7 @@ def main():
     parallel = nn.DataParallel(model, device_ids=gpus, output_device=gpus[0] if gpus else None)  # (3) split the batch
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
-        print(f"nn.DataParallel: 1 process ({f'{len(gpus)} GPUs' if gpus else 'cpu: nothing to split batches over'})")
+        print(f"nn.DataParallel, processes: 1 ({f'{len(gpus)} GPUs' if gpus else 'cpu: nothing to split over'})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
         print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
 

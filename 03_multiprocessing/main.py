@@ -101,7 +101,7 @@ def main_worker(local_rank, nprocs, url, args):
     parallel = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)  # (5) average the gradients
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
-        print(f"torch.multiprocessing: {world_size} processes ({device.type}, {dist.get_backend()})")
+        print(f"torch.multiprocessing, processes: {world_size} ({device.type}, {dist.get_backend()})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
         print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
 

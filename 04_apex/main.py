@@ -64,7 +64,7 @@ def parse_args():
     add("--evaluate", action="store_true", help="validate and exit")
     add("--max-steps", type=int, help="stop each epoch after that many steps")
     add("--backend", help="nccl, gloo, ... (default: nccl with GPUs, else gloo)")
-    add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="Apex's mix of float16 and float32")
+    add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1" if torch.cuda.is_available() else None)
     add("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
     return parser.parse_args()
 
@@ -98,17 +98,17 @@ def main():
     arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")
     model = build_model(arch, len(train_set.classes), args.pretrained).to(device, args.dtype)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, enabled=cuda)  # (4a)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, enabled=bool(args.opt_level))  # (4a)
     parallel = ApexDDP(model) if cuda else DistributedDataParallel(model)  # (5) average the gradients
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
-        print(f"apex {args.opt_level if cuda else 'off'}: {world_size} processes ({device.type}, {dist.get_backend()})")
+        print(f"apex.amp {args.opt_level or 'off'}, processes: {world_size} ({device.type}, {dist.get_backend()})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
         print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
-    parts |= {"amp": amp} if cuda else {}  # (5a) amp.state_dict(): the loss scale
+    parts |= {"amp": amp} if args.opt_level else {}  # (5a) amp.state_dict(): the loss scale
     progress = {"epoch": 0, "best_top1": -1.0, "history": []}
     if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
         for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more

@@ -90,7 +90,7 @@ def main():
     parallel = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)  # (5) average the gradients
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
-        print(f"torch.amp {'on' if args.amp else 'off'}: {world_size} processes ({device.type}, {dist.get_backend()})")
+        print(f"torch.amp {'on' if args.amp else 'off'}, processes: {world_size} ({device.type}, {dist.get_backend()})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
         print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
 

@@ -88,7 +88,7 @@ def main():
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)  # (6) average the gradients
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
-        print(f"Horovod: {world_size} processes ({device.type}, {'nccl' if cuda else 'gloo'})")
+        print(f"Horovod, processes: {world_size} ({device.type}, {'nccl' if cuda else 'gloo'})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
         print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
 

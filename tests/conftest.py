@@ -1,0 +1,94 @@
+"""What the tests share: starting the scripts as a user does, and a tiny data set of JPEG files."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+METHODS = ["01_dataparallel", "02_distributed", "03_multiprocessing", "04_apex", "05_horovod"]
+
+
+def environment(**changes):
+    """Returns the environment of a user who has activated the Python that runs these tests."""
+    env = {name: value for name, value in os.environ.items() if name not in ("NPROC", "OMP_NUM_THREADS", "RUNS")}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    if sys.prefix != sys.base_prefix:
+        env["VIRTUAL_ENV"] = sys.prefix
+    return env | {name: str(value) for name, value in changes.items()}
+
+
+def launch(*command, cwd=None, timeout=120, **env):
+    """Runs a command to its end, without a terminal; returns it with stdout and stderr as text, in `output`.
+
+    On a time-out all of its processes are killed, not only the launcher.
+    """
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment(**env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        process.output, _ = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process
+
+
+def train(method, *options, nproc=2, **kwargs):
+    """Runs a method's run.sh, which must succeed."""
+    result = launch("bash", ROOT / method / "run.sh", *options, NPROC=nproc, **kwargs)
+    assert result.returncode == 0, result.output
+    return result
+
+
+def load(output, name="last.pt"):
+    return torch.load(Path(output) / name, weights_only=True)
+
+
+def metrics(output):
+    return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def make_images(root, train_images, val_images, classes=("cat", "dog"), size=(40, 32)):
+    """Writes an ImageFolder tree of JPEG files, `train_images` and `val_images` in all, the classes in turn."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", train_images), ("val", val_images)):
+        for label in classes:
+            (root / split / label).mkdir(parents=True)
+        for i in range(count):
+            width, height = size
+            noise = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(noise.numpy()).save(root / split / classes[i % len(classes)] / f"{i:03}.jpg")
+    return root
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory):
+    """16 training and 7 validation JPEG files of two classes."""
+    return make_images(tmp_path_factory.mktemp("my images"), 16, 7)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the repository without its data, under a path with a space."""
+    copy = tmp_path / "my checkout"
+    ignore = shutil.ignore_patterns(".git", ".venv", "data", "runs", "tests", "__pycache__", ".*cache")
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    return copy

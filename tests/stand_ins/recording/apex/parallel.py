@@ -1,0 +1,1 @@
+from torch.nn.parallel import DistributedDataParallel  # noqa: F401, Apex's own needs CUDA

@@ -1,0 +1,56 @@
+"""04_apex with no apex, with PyPI's, with a stand-in that records the calls, and with a real one where there is one."""
+
+import importlib.util
+
+import pytest
+from conftest import ROOT, launch, load, train
+
+STAND_INS = ROOT / "tests" / "stand_ins"
+HAS_APEX = importlib.util.find_spec("apex") is not None
+TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8, "--workers", 0, "--max-steps", 2]
+
+
+def lines(text):
+    return [line for line in text.splitlines() if line]
+
+
+@pytest.mark.skipif(HAS_APEX, reason="an apex is installed")
+def test_without_apex_main_says_which_one():
+    result = launch("python3", ROOT / "04_apex" / "main.py")
+    assert result.returncode == 2
+    (line,) = lines(result.output)
+    assert "https://github.com/NVIDIA/apex, tag 25.05" in line and "native.py" in line
+    assert "what is installed is that one" not in line
+
+
+def test_pypis_apex_is_named(images, tmp_path):
+    """By main.py as an error, by run.sh as the reason why native.py runs."""
+    env = {"PYTHONPATH": STAND_INS / "pypi"}
+    result = launch("python3", ROOT / "04_apex" / "main.py", **env)
+    assert result.returncode == 2
+    (line,) = lines(result.output)
+    assert "PyPI's apex is another project, a web toolkit, and what is installed is that one" in line
+    result = train("04_apex", "--data", images, *TINY, "--epochs", 1, "--output", tmp_path, **env)
+    assert "cannot be used (No module named 'pyramid_mailer'): running native.py" in result.output
+    assert load(tmp_path)["command"][0].endswith("native.py")
+
+
+def test_order_of_the_calls(images, tmp_path):
+    """Optimizer before initialize, initialize before DDP, backward inside scale_loss, amp's state in the checkpoint."""
+    calls = tmp_path / "calls"
+    env = {"PYTHONPATH": STAND_INS / "recording", "APEX_CALLS": calls}
+    options = ["--data", images, *TINY, "--opt-level", "O1", "--output", tmp_path, "--resume"]
+    train("04_apex", *options, "--epochs", 1, nproc=1, **env)
+    step = ["scale_loss", "backward", "unscale"]
+    assert calls.read_text().splitlines() == ["optimizer", "initialize O1 True", "DDP", *step, *step]
+    assert load(tmp_path)["amp"] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}}
+    calls.unlink()
+    train("04_apex", *options, "--epochs", 2, nproc=1, **env)
+    assert calls.read_text().splitlines() == ["optimizer", "initialize O1 True", "DDP", "load 7", *step, *step]
+
+
+@pytest.mark.skipif(not HAS_APEX, reason="no apex is installed")
+def test_real_apex(images, tmp_path):
+    pytest.importorskip("apex.amp", exc_type=ImportError)
+    result = train("04_apex", "--data", images, *TINY, "--epochs", 1, "--output", tmp_path)
+    assert "apex.amp" in result.output and load(tmp_path)["command"][0].endswith("main.py")
