@@ -4,8 +4,7 @@ In every step DataParallel copies the model to all GPUs, splits the batch among 
 gradients on the first one. One line of code; but that copying in every step, and one Python for all GPUs, cost speed.
 
     python3 01_dataparallel/main.py
-
-There is no second line for two machines: one process cannot reach the GPUs of another one.
+    # on two machines: impossible, one process cannot reach the GPUs of another machine
 """
 
 import argparse
@@ -26,8 +25,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for common/
 from common.data import build_datasets, refuse
 from common.model import build_model
-
-VALIDATED = "val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
 
 
 def parse_args():
@@ -89,21 +86,21 @@ def main():
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
-    progress = {"epoch": 0, "best_top1": -1.0, "history": []}
+    best_top1, history = -1.0, []
     if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
         for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more
             parts[name].load_state_dict(checkpoint[name])
-        progress = {name: checkpoint[name] for name in progress}
-        if rank == 0 and progress["epoch"] >= args.epochs and not args.evaluate:
-            print(f"nothing to train: {progress['epoch']} of {args.epochs} epochs are done", flush=True)
+        best_top1, history = checkpoint["best_top1"], checkpoint["history"]
+        if rank == 0 and len(history) >= args.epochs and not args.evaluate:
+            print(f"nothing to train: {len(history)} of {args.epochs} epochs are done", flush=True)
     if args.evaluate:
         result = evaluate(parallel, val_loader, device, args)
         args.epochs = 0
         if rank == 0:
-            print(VALIDATED.format(**result), flush=True)
+            print("val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %".format(**result), flush=True)
 
     # Train, validate, save
-    for epoch in range(progress["epoch"], args.epochs):
+    for epoch in range(len(history), args.epochs):
         start = time.perf_counter()
         sampler.set_epoch(epoch)  # another order
         train_set.set_epoch(epoch)  # other crops
@@ -116,20 +113,19 @@ def main():
         if not math.isfinite(result["train_loss"] + result["val_loss"]):
             refuse(f"the loss is no longer finite in epoch {epoch + 1}: nothing saved. Try an --lr below {args.lr}")
         if rank == 0:
-            line = "epoch {epoch}  train loss {train_loss:.4f}  " + VALIDATED + "  {images_per_second:.0f} images/s"
-            print(line.format(**result), flush=True)
-            best_top1, history = max(result["top1"], progress["best_top1"]), [*progress["history"], result]
-            progress = {"epoch": epoch + 1, "best_top1": best_top1, "history": history}
-            checkpoint = {name: part.state_dict() for name, part in parts.items()} | progress
-            checkpoint |= {"arch": arch, "classes": train_set.classes, "command": sys.argv}
-            save_checkpoint(checkpoint, args.output)
+            line = "epoch {epoch}  train loss {train_loss:.4f}  val loss {val_loss:.4f}  top-1 {top1:.2f} %"
+            print((line + "  top-5 {top5:.2f} %  {images_per_second:.0f} images/s").format(**result), flush=True)
+            best_top1, history = max(best_top1, result["top1"]), [*history, result]
+            checkpoint = {"epoch": epoch + 1, "best_top1": best_top1, "history": history, "arch": arch}
+            checkpoint |= {name: part.state_dict() for name, part in parts.items()}
+            save_checkpoint(checkpoint | {"classes": train_set.classes, "command": sys.argv}, args.output)
 
 
 def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
     """Returns the mean loss over all processes' images, and how many images a second all of them trained on."""
     model.train()
     steps = min(len(loader), args.max_steps or len(loader))
-    loss_sum, start = torch.zeros((), dtype=torch.float64, device=device), time.perf_counter()
+    sums, start = torch.tensor([0, steps], dtype=torch.float64, device=device), time.perf_counter()  # loss, steps
     bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
     for step, (images, labels) in zip(range(1, steps + 1), loader):
         images = images.to(device, args.dtype, non_blocking=True)
@@ -138,16 +134,15 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        loss_sum += loss.detach()
+        sums[0] += loss.detach()
         bar.update()
         if rank == 0 and step % 50 == 0:  # not every step: reading the loss waits for the GPU
             speed = step * args.batch_size / (time.perf_counter() - start)
-            line = f"epoch {epoch + 1}  step {step}/{steps}  loss {loss_sum.item() / step:.4f}  {speed:.0f} images/s"
+            line = f"epoch {epoch + 1}  step {step}/{steps}  loss {sums[0].item() / step:.4f}  {speed:.0f} images/s"
             print(line, flush=True) if bar.disable else bar.set_description(line)
     bar.close()
-    loss_mean = loss_sum / steps
-    speed = steps * args.batch_size / (time.perf_counter() - start)
-    return {"train_loss": loss_mean.item(), "images_per_second": speed}
+    train_loss = (sums[0] / sums[1]).item()
+    return {"train_loss": train_loss, "images_per_second": steps * args.batch_size / (time.perf_counter() - start)}
 
 
 @torch.no_grad()
@@ -173,16 +168,17 @@ def evaluate(model, loader, device, args):
 
 def save_checkpoint(checkpoint, output):
     """Writes metrics.jsonl, best.pt, last.pt: each aside, then renamed: a killed run leaves the old or the new."""
-
-    def write(name, save):
-        save(output / f"{name}.tmp")
-        os.replace(output / f"{name}.tmp", output / name)
-
-    output.mkdir(parents=True, exist_ok=True)
-    write("metrics.jsonl", lambda path: path.write_text("".join(json.dumps(r) + "\n" for r in checkpoint["history"])))
-    if checkpoint["best_top1"] == checkpoint["history"][-1]["top1"]:
-        write("best.pt", lambda path: torch.save(checkpoint, path))
-    write("last.pt", lambda path: torch.save(checkpoint, path))  # last: all the others are there when it is
+    best = checkpoint["best_top1"] == checkpoint["history"][-1]["top1"]
+    names = ["metrics.jsonl", "best.pt", "last.pt"] if best else ["metrics.jsonl", "last.pt"]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "metrics.jsonl.tmp").write_text("".join(json.dumps(line) + "\n" for line in checkpoint["history"]))
+        for name in names[1:]:
+            torch.save(checkpoint, output / f"{name}.tmp")
+        for name in names:  # only now that all are complete
+            os.replace(output / f"{name}.tmp", output / name)
+    except (OSError, RuntimeError) as error:  # a full disk, for example
+        refuse(f"--output: cannot write to {output}, its last.pt is still the previous one: {error}")
 
 
 def load_checkpoint(args, rank):

@@ -4,9 +4,8 @@ DistributedDataParallel starts all processes from the same weights and averages 
 running. Every optimizer then takes the same step, so the models stay equal without ever being sent again.
 
     torchrun --nproc_per_node=2 02_distributed/main.py
+    # on two machines: the same line on both, but with --node_rank=1 on the second
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=HOST0 --master_port=29500 02_distributed/main.py
-
-The first is for one machine, the second for two: the same line on both, but with --node_rank=1 on the other one.
 """
 
 import argparse
@@ -28,8 +27,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for common/
 from common.data import build_datasets, refuse
 from common.model import build_model
-
-VALIDATED = "val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
 
 
 def parse_args():
@@ -94,48 +91,49 @@ def main():
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
-    progress = {"epoch": 0, "best_top1": -1.0, "history": []}
+    best_top1, history = -1.0, []
     if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
         for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more
             parts[name].load_state_dict(checkpoint[name])
-        progress = {name: checkpoint[name] for name in progress}
-        if rank == 0 and progress["epoch"] >= args.epochs and not args.evaluate:
-            print(f"nothing to train: {progress['epoch']} of {args.epochs} epochs are done", flush=True)
+        best_top1, history = checkpoint["best_top1"], checkpoint["history"]
+        if rank == 0 and len(history) >= args.epochs and not args.evaluate:
+            print(f"nothing to train: {len(history)} of {args.epochs} epochs are done", flush=True)
     if args.evaluate:
         result = evaluate(model, val_loader, device, args)
         args.epochs = 0
         if rank == 0:
-            print(VALIDATED.format(**result), flush=True)
+            print("val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %".format(**result), flush=True)
 
     # Train, validate, save
-    for epoch in range(progress["epoch"], args.epochs):
+    for epoch in range(len(history), args.epochs):
         start = time.perf_counter()
         sampler.set_epoch(epoch)  # another order
         train_set.set_epoch(epoch)  # other crops
         torch.manual_seed(args.seed + 1000 * epoch + rank)  # other dropout, and after --resume the same again
         result = {"epoch": epoch + 1, "processes": world_size, "lr": scheduler.get_last_lr()[0]}
         result |= train_one_epoch(parallel, train_loader, optimizer, device, rank, epoch, args)
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # (6) each rank has its own statistics in batch norm; rank 0's stay
         result |= evaluate(model, val_loader, device, args)
         result["seconds"] = time.perf_counter() - start
         scheduler.step()
         if not math.isfinite(result["train_loss"] + result["val_loss"]):
             refuse(f"the loss is no longer finite in epoch {epoch + 1}: nothing saved. Try an --lr below {args.lr}")
         if rank == 0:
-            line = "epoch {epoch}  train loss {train_loss:.4f}  " + VALIDATED + "  {images_per_second:.0f} images/s"
-            print(line.format(**result), flush=True)
-            best_top1, history = max(result["top1"], progress["best_top1"]), [*progress["history"], result]
-            progress = {"epoch": epoch + 1, "best_top1": best_top1, "history": history}
-            checkpoint = {name: part.state_dict() for name, part in parts.items()} | progress
-            checkpoint |= {"arch": arch, "classes": train_set.classes, "command": sys.argv}
-            save_checkpoint(checkpoint, args.output)
-    dist.destroy_process_group()  # (6) leave together
+            line = "epoch {epoch}  train loss {train_loss:.4f}  val loss {val_loss:.4f}  top-1 {top1:.2f} %"
+            print((line + "  top-5 {top5:.2f} %  {images_per_second:.0f} images/s").format(**result), flush=True)
+            best_top1, history = max(best_top1, result["top1"]), [*history, result]
+            checkpoint = {"epoch": epoch + 1, "best_top1": best_top1, "history": history, "arch": arch}
+            checkpoint |= {name: part.state_dict() for name, part in parts.items()}
+            save_checkpoint(checkpoint | {"classes": train_set.classes, "command": sys.argv}, args.output)
+    dist.destroy_process_group()  # (7) leave together
 
 
 def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
     """Returns the mean loss over all processes' images, and how many images a second all of them trained on."""
     model.train()
     steps = min(len(loader), args.max_steps or len(loader))
-    loss_sum, start = torch.zeros((), dtype=torch.float64, device=device), time.perf_counter()
+    sums, start = torch.tensor([0, steps], dtype=torch.float64, device=device), time.perf_counter()  # loss, steps
     bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
     for step, (images, labels) in zip(range(1, steps + 1), loader):
         images = images.to(device, args.dtype, non_blocking=True)
@@ -144,18 +142,16 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        loss_sum += loss.detach()
+        sums[0] += loss.detach()
         bar.update()
         if rank == 0 and step % 50 == 0:  # not every step: reading the loss waits for the GPU
             speed = step * args.batch_size / (time.perf_counter() - start)
-            line = f"epoch {epoch + 1}  step {step}/{steps}  loss {loss_sum.item() / step:.4f}  {speed:.0f} images/s"
+            line = f"epoch {epoch + 1}  step {step}/{steps}  loss {sums[0].item() / step:.4f}  {speed:.0f} images/s"
             print(line, flush=True) if bar.disable else bar.set_description(line)
     bar.close()
-    loss_mean = loss_sum / steps
-    dist.all_reduce(loss_mean)  # (7) a sum, once an epoch
-    loss_mean /= dist.get_world_size()
-    speed = steps * args.batch_size / (time.perf_counter() - start)
-    return {"train_loss": loss_mean.item(), "images_per_second": speed}
+    dist.all_reduce(sums)  # (8) once an epoch
+    train_loss = (sums[0] / sums[1]).item()
+    return {"train_loss": train_loss, "images_per_second": steps * args.batch_size / (time.perf_counter() - start)}
 
 
 @torch.no_grad()
@@ -175,23 +171,24 @@ def evaluate(model, loader, device, args):
         sums[1] += right[:, 0].sum()
         sums[2] += right.sum()
         sums[3] += len(labels)
-    dist.all_reduce(sums)  # (8) sums, not averages: shares and last batches differ in size
+    dist.all_reduce(sums)  # (9) sums, not averages: shares and last batches differ in size
     loss, top1, top5, count = sums.tolist()
     return {"val_loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count, "val_images": int(count)}
 
 
 def save_checkpoint(checkpoint, output):
     """Writes metrics.jsonl, best.pt, last.pt: each aside, then renamed: a killed run leaves the old or the new."""
-
-    def write(name, save):
-        save(output / f"{name}.tmp")
-        os.replace(output / f"{name}.tmp", output / name)
-
-    output.mkdir(parents=True, exist_ok=True)
-    write("metrics.jsonl", lambda path: path.write_text("".join(json.dumps(r) + "\n" for r in checkpoint["history"])))
-    if checkpoint["best_top1"] == checkpoint["history"][-1]["top1"]:
-        write("best.pt", lambda path: torch.save(checkpoint, path))
-    write("last.pt", lambda path: torch.save(checkpoint, path))  # last: all the others are there when it is
+    best = checkpoint["best_top1"] == checkpoint["history"][-1]["top1"]
+    names = ["metrics.jsonl", "best.pt", "last.pt"] if best else ["metrics.jsonl", "last.pt"]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "metrics.jsonl.tmp").write_text("".join(json.dumps(line) + "\n" for line in checkpoint["history"]))
+        for name in names[1:]:
+            torch.save(checkpoint, output / f"{name}.tmp")
+        for name in names:  # only now that all are complete
+            os.replace(output / f"{name}.tmp", output / name)
+    except (OSError, RuntimeError) as error:  # a full disk, for example
+        refuse(f"--output: cannot write to {output}, its last.pt is still the previous one: {error}")
 
 
 def load_checkpoint(args, rank):
@@ -202,7 +199,7 @@ def load_checkpoint(args, rank):
         message = [torch.load(path, map_location="cpu", weights_only=True)]
     elif rank == 0 and args.resume is not True:
         message = [f"--resume: there is no file {path}"]
-    dist.broadcast_object_list(message)  # (9) from rank 0
+    dist.broadcast_object_list(message)  # (10) from rank 0
     if isinstance(message[0], str):
         refuse(message[0])
     if rank == 0:

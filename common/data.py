@@ -67,9 +67,13 @@ class Images(ImageFolder):
         self.epoch.fill_(epoch)
 
     def __getitem__(self, index):
-        with torch.random.fork_rng(devices=[]):  # the process's own random numbers go on undisturbed
-            torch.manual_seed(hash((self.seed, self.epoch.item(), index)))
+        generator = torch.default_generator  # the transforms' only source of random numbers
+        state = generator.get_state()
+        generator.manual_seed(hash((self.seed, self.epoch.item(), index)))
+        try:
             return super().__getitem__(index)
+        finally:
+            generator.set_state(state)  # this process's own random numbers go on undisturbed
 
 
 class FakeImages(Dataset):
