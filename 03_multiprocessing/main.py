@@ -83,7 +83,7 @@ def main_worker(local_rank, nprocs, url, args):
     if args.batch_size % world_size or args.batch_size > len(train_set):
         refuse(f"--batch-size: needs a multiple of {world_size} (processes), at most {len(train_set)} (images)")
     options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options["persistent_workers"] = args.workers > 0
+    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # the global one is dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
@@ -114,7 +114,8 @@ def main_worker(local_rank, nprocs, url, args):
         result = evaluate(model, val_loader, device, args)
         args.epochs = 0
         if rank == 0:
-            print("val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %".format(**result), flush=True)
+            line = "val loss {val_loss:.6f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %  ({val_images} images)"
+            print(line.format(**result), flush=True)
 
     # Train, validate, save
     for epoch in range(len(history), args.epochs):
@@ -200,6 +201,8 @@ def save_checkpoint(checkpoint, output):
         for name in names:  # only now that all are complete
             os.replace(output / f"{name}.tmp", output / name)
     except (OSError, RuntimeError) as error:  # a full disk, for example
+        for name in names:
+            (output / f"{name}.tmp").unlink(missing_ok=True)
         refuse(f"--output: cannot write to {output}, its last.pt is still the previous one: {error}")
 
 

@@ -4,7 +4,7 @@ DistributedOptimizer averages the gradients of all processes while backward is s
 step(). The model is not wrapped: what DistributedDataParallel does at its start, two broadcasts do here.
 
     horovodrun --gloo -np 2 python3 05_horovod/main.py
-    # on two machines: on one of them, horovodrun reaches the other one over ssh
+    # on two machines (see the README)
     horovodrun --gloo -np 8 -H HOST0:4,HOST1:4 python3 05_horovod/main.py
 """
 
@@ -69,7 +69,7 @@ def main():
     if args.batch_size % world_size or args.batch_size > len(train_set):
         refuse(f"--batch-size: needs a multiple of {world_size} (processes), at most {len(train_set)} (images)")
     options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options["persistent_workers"] = args.workers > 0
+    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # the global one is dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
@@ -82,6 +82,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (5) all start from rank 0's weights
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), args.fp16_allreduce)  # (6) average
+    parallel = model  # Horovod wraps the optimizer
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
         print(f"Horovod, processes: {world_size} ({device.type}, {'nccl' if cuda else 'gloo'})")
@@ -94,8 +95,8 @@ def main():
     if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
         for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more
             parts[name].load_state_dict(checkpoint[name])
-        # Not for a fresh start: there it would take a step on zero gradients, and weight decay makes that move.
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # (7) rank 0's momentum
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # (7) before the weights: it may take a step
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (8) rank 0 alone has loaded them
         best_top1, history = checkpoint["best_top1"], checkpoint["history"]
         if rank == 0 and len(history) >= args.epochs and not args.evaluate:
             print(f"nothing to train: {len(history)} of {args.epochs} epochs are done", flush=True)
@@ -103,7 +104,8 @@ def main():
         result = evaluate(model, val_loader, device, args)
         args.epochs = 0
         if rank == 0:
-            print("val loss {val_loss:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %".format(**result), flush=True)
+            line = "val loss {val_loss:.6f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %  ({val_images} images)"
+            print(line.format(**result), flush=True)
 
     # Train, validate, save
     for epoch in range(len(history), args.epochs):
@@ -112,9 +114,9 @@ def main():
         train_set.set_epoch(epoch)  # other crops
         torch.manual_seed(args.seed + 1000 * epoch + rank)  # other dropout, and after --resume the same again
         result = {"epoch": epoch + 1, "processes": world_size, "lr": scheduler.get_last_lr()[0]}
-        result |= train_one_epoch(model, train_loader, optimizer, device, rank, epoch, args)
+        result |= train_one_epoch(parallel, train_loader, optimizer, device, rank, epoch, args)
         for buffer in model.buffers():
-            hvd.broadcast_(buffer, root_rank=0)  # (8) each rank has its own statistics in batch norm; rank 0's stay
+            hvd.broadcast_(buffer, root_rank=0)  # (9) each rank has its own statistics in batch norm; rank 0's stay
         result |= evaluate(model, val_loader, device, args)
         result["seconds"] = time.perf_counter() - start
         scheduler.step()
@@ -127,7 +129,7 @@ def main():
             checkpoint = {"epoch": epoch + 1, "best_top1": best_top1, "history": history, "arch": arch}
             checkpoint |= {name: part.state_dict() for name, part in parts.items()}
             save_checkpoint(checkpoint | {"classes": train_set.classes, "command": sys.argv}, args.output)
-    hvd.shutdown()  # (9) leave together
+    hvd.shutdown()  # (10) leave together
 
 
 def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
@@ -150,7 +152,7 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
             line = f"epoch {epoch + 1}  step {step}/{steps}  loss {sums[0].item() / step:.4f}  {speed:.0f} images/s"
             print(line, flush=True) if bar.disable else bar.set_description(line)
     bar.close()
-    hvd.allreduce_(sums, op=hvd.Sum)  # (10) once an epoch
+    hvd.allreduce_(sums, op=hvd.Sum)  # (11) once an epoch
     train_loss = (sums[0] / sums[1]).item()
     return {"train_loss": train_loss, "images_per_second": steps * args.batch_size / (time.perf_counter() - start)}
 
@@ -172,7 +174,7 @@ def evaluate(model, loader, device, args):
         sums[1] += right[:, 0].sum()
         sums[2] += right.sum()
         sums[3] += len(labels)
-    hvd.allreduce_(sums, op=hvd.Sum)  # (11) sums, not averages: shares and last batches differ in size
+    hvd.allreduce_(sums, op=hvd.Sum)  # (12) sums, not averages: shares and last batches differ in size
     loss, top1, top5, count = sums.tolist()
     return {"val_loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count, "val_images": int(count)}
 
@@ -189,6 +191,8 @@ def save_checkpoint(checkpoint, output):
         for name in names:  # only now that all are complete
             os.replace(output / f"{name}.tmp", output / name)
     except (OSError, RuntimeError) as error:  # a full disk, for example
+        for name in names:
+            (output / f"{name}.tmp").unlink(missing_ok=True)
         refuse(f"--output: cannot write to {output}, its last.pt is still the previous one: {error}")
 
 
@@ -200,12 +204,13 @@ def load_checkpoint(args, rank):
         message = [torch.load(path, map_location="cpu", weights_only=True)]
     elif rank == 0 and args.resume is not True:
         message = [f"--resume: there is no file {path}"]
-    message = hvd.broadcast_object(message, root_rank=0)  # (12) from rank 0
+    tensors = {name: message[0].pop(name) for name in ("model", "optimizer")} if isinstance(message[0], dict) else {}
+    message = hvd.broadcast_object(message, root_rank=0)  # (13) from rank 0; too slow for the tensors, a second per MB
     if isinstance(message[0], str):
         refuse(message[0])
     if rank == 0:
         print(f"resuming from {path}" if message[0] else f"starting afresh: there is no {path} yet", flush=True)
-    return message[0]
+    return message[0] and message[0] | tensors
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -26,11 +28,10 @@ def environment(**changes):
     return env | {name: str(value) for name, value in changes.items()}
 
 
-def launch(*command, cwd=None, timeout=120, **env):
-    """Runs a command to its end, without a terminal; returns it with stdout and stderr as text, in `output`.
-
-    On a time-out all of its processes are killed, not only the launcher.
-    """
+@contextlib.contextmanager
+def started(*command, cwd=None, **env):
+    """Starts a command without a terminal; yields it, and at the end kills whatever is left of it."""
+    env["TEST_MARK"] = mark = str(uuid.uuid4())
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
@@ -42,10 +43,25 @@ def launch(*command, cwd=None, timeout=120, **env):
         start_new_session=True,
     )
     try:
-        process.output, _ = process.communicate(timeout=timeout)
+        yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(mark)
+        process.wait()
+        process.stdout.close()
+
+
+def kill(mark):
+    """Kills all processes with this mark in their environment: torchrun's workers are not in its process group."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if f"TEST_MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def launch(*command, timeout=120, **kwargs):
+    """Runs a command to its end; returns it with all that it printed, as text, in `output`."""
+    with started(*command, **kwargs) as process:
+        process.output, _ = process.communicate(timeout=timeout)
     return process
 
 
@@ -54,6 +70,12 @@ def train(method, *options, nproc=2, **kwargs):
     result = launch("bash", ROOT / method / "run.sh", *options, NPROC=nproc, **kwargs)
     assert result.returncode == 0, result.output
     return result
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def load(output, name="last.pt"):

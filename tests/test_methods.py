@@ -1,4 +1,4 @@
-"""Every script for one step on JPEG files with two processes, through its run.sh; and started in the other ways."""
+"""Every script on JPEG files with two processes: what a run says and leaves, and stopping and resuming."""
 
 import math
 import os
@@ -8,13 +8,16 @@ import pytest
 import torch
 from conftest import METHODS, ROOT, launch, load, metrics, train
 
+# A network with batch norm and dropout, on small, augmented images.
+SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--batch-size", 8, "--workers", 2]
+
 
 @pytest.fixture(scope="module", params=METHODS)
 def run(request, images, tmp_path_factory):
+    """A run of 4 epochs that nothing interrupts."""
     output = tmp_path_factory.mktemp(request.param) / "out put"
-    options = ["--data", images, "--arch", "resnet18", "--image-size", 32, "--batch-size", 8]
     # From / and without a relative path, as a user anywhere.
-    result = train(request.param, *options, "--epochs", 1, "--max-steps", 1, "--output", output, cwd="/")
+    result = train(request.param, "--data", images, *SMALL, "--epochs", 4, "--output", output, "--resume", cwd="/")
     return request.param, output, result.output
 
 
@@ -23,67 +26,85 @@ def test_rank_0_alone_says_what_runs_where(run):
     processes = 1 if method == "01_dataparallel" else 2
     assert len(re.findall(rf", processes: {processes} \(cpu", text)) == 1
     assert text.count(f"batches of 8, {8 // processes} per process; results: {output}") == 1
-    assert text.count("epoch 1  train loss") == 1
+    assert text.count(f"starting afresh: there is no {output}/last.pt yet") == 1
+    for epoch in (1, 2, 3, 4):
+        assert text.count(f"epoch {epoch}  train loss") == 1
     if method == "01_dataparallel":
         assert "nothing to split" in text
     if method == "04_apex":
         assert ("running native.py" in text) != ("apex.amp off" in text)
 
 
-def test_metrics_line_is_complete(run):
+def test_metrics_lines_are_complete(run):
     _, output, _ = run
-    (line,) = metrics(output)
-    assert line["epoch"] == 1 and line["lr"] == 0.05 and line["val_images"] == 7
-    assert math.isfinite(line["train_loss"]) and math.isfinite(line["val_loss"])
-    assert line["top1"] in [pytest.approx(100 * right / 7) for right in range(8)]
-    assert line["top5"] == 100  # of two classes
-    assert line["images_per_second"] > 0 and line["seconds"] > 0
+    lines = metrics(output)
+    assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert line["lr"] == 0.05 and line["val_images"] == 7
+        assert math.isfinite(line["train_loss"]) and math.isfinite(line["val_loss"])
+        assert line["top1"] in [pytest.approx(100 * right / 7) for right in range(8)]
+        assert line["top5"] == 100  # of two classes
+        assert line["images_per_second"] > 0 and line["seconds"] > 0
 
 
 def test_checkpoint_holds_the_plain_model(run):
     _, output, _ = run
     checkpoint = load(output)
-    assert checkpoint["epoch"] == 1 and checkpoint["classes"] == ["cat", "dog"] and checkpoint["arch"] == "resnet18"
+    assert checkpoint["epoch"] == 4 and checkpoint["classes"] == ["cat", "dog"]
+    assert checkpoint["arch"] == "mobilenet_v3_small" and "--batch-size" in checkpoint["command"]
     from common.model import build_model
 
     torch.manual_seed(0)
-    fresh = build_model("resnet18", 2).state_dict()
+    fresh = build_model("mobilenet_v3_small", 2).state_dict()
     assert checkpoint["model"].keys() == fresh.keys()
-    moved = checkpoint["model"]["conv1.weight"] - fresh["conv1.weight"]
-    assert 0 < moved.abs().max() < 1  # one step from the weights of --seed 0
+    moved = checkpoint["model"]["features.0.0.weight"] - fresh["features.0.0.weight"]
+    assert 0 < moved.abs().max() < 1  # a few steps from the weights of --seed 0
     assert checkpoint["optimizer"]["state"]  # momentum
     assert sorted(os.listdir(output)) == ["best.pt", "last.pt", "metrics.jsonl"]
+    history = checkpoint["history"]
+    assert history == metrics(output)
+    best = load(output, "best.pt")
+    assert best["history"][-1]["top1"] == best["best_top1"] == max(line["top1"] for line in history)
 
 
-def launch_commands():
-    """Returns each script's own launch command for one machine, the first in its docstring, by script."""
-    commands = {}
-    for script in sorted(ROOT.glob("0*/*.py")):
-        docstring = script.read_text().split('"""')[1]
-        commands[str(script.relative_to(ROOT))] = re.search(r"^    (.+)$", docstring, re.MULTILINE)[1]
-    return commands
+def flatten(state):
+    """Yields the tensors and numbers of a nested state, in order."""
+    if isinstance(state, dict):
+        state = [state[key] for key in sorted(state, key=str)]
+    if isinstance(state, list):
+        for part in state:
+            yield from flatten(part)
+    else:
+        yield state
 
 
-@pytest.mark.parametrize("script", launch_commands())
-def test_docstring_command(script, tmp_path):
-    command = launch_commands()[script]
-    if script == "04_apex/main.py":
-        pytest.importorskip("apex.amp", reason="no Apex with amp here", exc_type=ImportError)
-    options = ["--epochs", 1, "--max-steps", 1, "--output", tmp_path]
-    result = launch(*command.split(), *options, cwd=ROOT)
+def test_stopped_and_resumed_is_the_same_to_the_bit(run, images, tmp_path):
+    """2 epochs, started by the script's own launch command, the first in its docstring; then 2 more by run.sh."""
+    method, output, _ = run
+    script = os.path.relpath(load(output)["command"][0], ROOT)  # of 04's two the one that ran
+    command = re.search(r"^    (.+)$", (ROOT / script).read_text().split('"""')[1], re.MULTILINE)[1]
+    options = ["--data", images, *SMALL, "--output", tmp_path]
+    # As many threads as run.sh gives to each process: with more, sums are rounded otherwise.
+    threads = max(1, len(os.sched_getaffinity(0)) // metrics(output)[0]["processes"])
+    result = launch(*command.split(), *options, "--epochs", 2, cwd=ROOT, OMP_NUM_THREADS=threads)
     assert result.returncode == 0, result.output
-    assert load(tmp_path)["epoch"] == 1
-    assert metrics(tmp_path)[0]["processes"] == (1 if command.startswith("python3 01") else 2)
+    result = train(method, *options, "--epochs", 4, "--resume")
+    assert f"resuming from {tmp_path}/last.pt" in result.output and "epoch 2 " not in result.output
+
+    once, twice = load(output), load(tmp_path)
+    for part in ("model", "optimizer", "scheduler"):
+        for a, b in zip(flatten(once[part]), flatten(twice[part]), strict=True):
+            assert torch.equal(a, b) if torch.is_tensor(a) else a == b
+    timing = {"seconds": 0, "images_per_second": 0}
+    assert [line | timing for line in metrics(output)] == [line | timing for line in metrics(tmp_path)]
 
 
-@pytest.mark.parametrize("flag", ["--local_rank=0", "--local-rank=0"])
-def test_torch_distributed_launch_and_its_old_flag(flag, images, tmp_path):
-    """The article's own launcher: it passes --local-rank itself, which in the article's days was --local_rank."""
-    script = [ROOT / "02_distributed" / "main.py"]
-    if "_" in flag:  # as the launcher of those days did
-        script = ["--use-env", *script, flag]
-    options = ["--data", images, "--arch", "resnet18", "--image-size", 32, "--batch-size", 8, "--workers", 0]
-    launcher = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node=1", "--standalone", *script]
-    result = launch(*launcher, *options, "--max-steps", 1, "--epochs", 1, "--output", tmp_path)
-    assert result.returncode == 0, result.output
-    assert metrics(tmp_path)[0]["val_images"] == 7
+def test_resuming_a_finished_run_trains_nothing(tmp_path, images):
+    """Nor does it with fewer --epochs than there are; the files stay as they are."""
+    options = ["--data", images, *SMALL, "--workers", 0, "--output", tmp_path]
+    train("01_dataparallel", *options, "--epochs", 2)
+    before = {name: (tmp_path / name).stat().st_mtime_ns for name in os.listdir(tmp_path)}
+    for method, epochs in (("01_dataparallel", 1), ("05_horovod", 2)):
+        result = train(method, *options, "--epochs", epochs, "--resume")
+        assert f"nothing to train: 2 of {epochs} epochs are done" in result.output and "train loss" not in result.output
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in os.listdir(tmp_path)} == before

@@ -1,0 +1,95 @@
+"""A checkpoint is never half-written: not by a killed run, not on a full disk."""
+
+import itertools
+import os
+import random
+import re
+import runpy
+import signal
+import time
+
+import pytest
+import torch
+from conftest import METHODS, ROOT, launch, load, metrics, started, train
+
+TINY = ["--workers", 0, "--max-steps", 1]
+
+
+def test_killed_while_writing(tmp_path):
+    """A process that does nothing but write checkpoints is killed 25 times, mostly in the middle of a file."""
+    save_checkpoint = runpy.run_path(str(ROOT / "02_distributed" / "main.py"))["save_checkpoint"]
+    rng = random.Random(0)
+    found = set()
+    for _ in range(25):
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)  # the parent's threads are not there after a fork
+            for epoch in itertools.count(1):
+                history = [{"epoch": n + 1, "top1": 50.0} for n in range(epoch)]
+                model = {"weight": torch.full((2_000_000,), float(epoch))}
+                save_checkpoint({"model": model, "best_top1": 50.0, "history": history}, tmp_path)
+        deadline = time.monotonic() + 20
+        while not any(tmp_path.glob("*.tmp")):  # until it has begun to write something
+            assert time.monotonic() < deadline
+        time.sleep(rng.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for name in ("last.pt", "best.pt"):
+            if (tmp_path / name).exists():
+                checkpoint = load(tmp_path, name)
+                epoch = len(checkpoint["history"])
+                assert (checkpoint["model"]["weight"] == epoch).all()
+                assert [line["epoch"] for line in metrics(tmp_path)] == list(range(1, len(metrics(tmp_path)) + 1))
+                found.add(epoch)
+        for leftover in tmp_path.glob("*.tmp"):
+            leftover.unlink()
+    assert found  # it was not always killed before the first one
+
+
+def test_all_scripts_write_alike():
+    texts = {
+        re.search(r"^def save_checkpoint.*?^(?=def )", script.read_text(), re.DOTALL | re.MULTILINE)[0]
+        for script in ROOT.glob("0*/*.py")
+    }
+    assert len(texts) == 1
+
+
+def test_killed_run_resumes(tmp_path):
+    """All processes are killed at some moment after the second epoch; the same command line then goes on."""
+    command = ["bash", ROOT / "02_distributed" / "run.sh", *TINY, "--output", tmp_path, "--resume", "--epochs"]
+    with started(*command, 100_000) as run:
+        for line in run.stdout:
+            if line.startswith("epoch 3 "):
+                break
+    # That killed all of its processes.
+    done = load(tmp_path)["epoch"]
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "tor')  # worse than any kill can do
+    result = launch(*command, done + 2)
+    assert result.returncode == 0, result.output
+    assert f"resuming from {tmp_path}/last.pt" in result.output
+    assert [line["epoch"] for line in metrics(tmp_path)] == list(range(1, done + 3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_full_disk(method, tmp_path_factory):
+    """Played by a limit on the size of files, which the checkpoint of cnn, 1.5 MB, is above."""
+    output = first_epoch(tmp_path_factory)
+    before = {name: (output / name).read_bytes() for name in os.listdir(output)}
+    script = 'ulimit -f 1000; exec bash "$0" "$@"'
+    options = [*TINY, "--output", output, "--resume", "--epochs", 2]
+    result = launch("bash", "-c", script, ROOT / method / "run.sh", *options, NPROC=1)
+    assert result.returncode != 0, result.output
+    (line,) = [line for line in result.output.splitlines() if "error: --output" in line]
+    assert f"cannot write to {output}, its last.pt is still the previous one" in line
+    assert {name: (output / name).read_bytes() for name in os.listdir(output)} == before
+
+
+first = []
+
+
+def first_epoch(tmp_path_factory):
+    """Returns the output directory of a run of one epoch, trained once."""
+    if not first:
+        first.append(tmp_path_factory.mktemp("first"))
+        train("01_dataparallel", *TINY, "--epochs", 1, "--output", first[0])
+    return first[0]

@@ -1,0 +1,85 @@
+"""--evaluate is exact: whatever the number of processes, every image counts once."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, launch, make_images, metrics, train
+
+from common.data import build_datasets
+from common.model import build_model
+
+OPTIONS = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 0]
+CLASSES = [f"class {i}" for i in range(6)]  # one more than five, for top-5
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A network with batch norm, trained by two processes with different images; 7 validation images. Returns paths."""
+    data = make_images(tmp_path_factory.mktemp("seven"), 12, 7, CLASSES)
+    output = tmp_path_factory.mktemp("trained")
+    train(
+        "02_distributed", "--data", data, *OPTIONS, "--batch-size", 4, "--lr", 1e-3, "--epochs", 2, "--output", output
+    )
+    return data, output
+
+
+def by_hand(data, file):
+    """Validates one image after the other."""
+    _, val_set = build_datasets(str(data), 32)
+    model = build_model("mobilenet_v3_small", len(CLASSES))
+    model.load_state_dict(torch.load(file, weights_only=True)["model"])
+    model.eval()
+    loss = top1 = top5 = 0.0
+    with torch.no_grad():
+        for image, label in val_set:
+            output = model(image[None])[0]
+            loss += F.cross_entropy(output, torch.tensor(label)).item()
+            better = (output > output[label]).sum().item()
+            top1 += better < 1
+            top5 += better < 5
+    return [loss / len(val_set), 100 * top1 / len(val_set), 100 * top5 / len(val_set), len(val_set)]
+
+
+def figures(text):
+    (line,) = re.findall(r"val loss (\S+)  top-1 (\S+) %  top-5 (\S+) %  \((\d+) images\)", text)
+    return [float(number) for number in line]
+
+
+def test_end_of_training(trained):
+    """Its figures are those of the checkpoint that it left, whose batch norm has rank 0's statistics."""
+    data, output = trained
+    line = metrics(output)[-1]
+    ended = [line["val_loss"], line["top1"], line["top5"], line["val_images"]]
+    assert ended == pytest.approx(by_hand(data, output / "last.pt"), abs=1e-6)
+
+
+LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--standalone"]  # the article's, torchrun's forerunner
+
+
+@pytest.mark.parametrize("method", ["01_dataparallel", "02_distributed", "03_multiprocessing", "04_apex", "05_horovod"])
+def test_seven_images_and_three_processes(method, trained):
+    """Shares of 3, 2 and 2 images in batches of 2: the last ones are of one image, or there is none."""
+    data, output = trained
+    options = ["--data", data, *OPTIONS, "--batch-size", 6, "--evaluate", "--resume", output / "last.pt"]
+    if method == "02_distributed":  # passes on --local-rank
+        result = launch(*LAUNCHER, "--nproc_per_node=3", ROOT / method / "main.py", *options, OMP_NUM_THREADS=1)
+        assert result.returncode == 0, result.output
+    else:
+        result = train(method, *options, nproc=3)
+    loss, top1, top5, count = by_hand(data, output / "last.pt")
+    assert figures(result.output) == [pytest.approx(loss, abs=1e-6), round(top1, 2), round(top5, 2), count]
+
+
+@pytest.mark.parametrize("method", ["02_distributed", "05_horovod"])
+def test_one_image_and_two_processes(method, tmp_path):
+    data = make_images(tmp_path / "one", 4, 1, ["only class"])
+    options = ["--data", data, *OPTIONS, "--batch-size", 4, "--evaluate"]
+    if method == "02_distributed":  # as the launcher of the article's days called the script
+        script = ["--use-env", "--nproc_per_node=2", ROOT / method / "main.py", "--local_rank=0"]
+        result = launch(*LAUNCHER, *script, *options, OMP_NUM_THREADS=1)
+        assert result.returncode == 0, result.output
+    else:
+        result = train(method, *options)
+    assert figures(result.output) == [0, 100, 100, 1]  # whatever the image, of one class
