@@ -39,14 +39,11 @@ def test_order_of_the_calls(images, tmp_path):
     """Optimizer before initialize, initialize before DDP, backward inside scale_loss, amp's state in the checkpoint."""
     calls = tmp_path / "calls"
     env = {"PYTHONPATH": STAND_INS / "recording", "APEX_CALLS": calls}
-    options = ["--data", images, *TINY, "--opt-level", "O1", "--output", tmp_path, "--resume"]
+    options = ["--data", images, *TINY, "--opt-level", "O1", "--output", tmp_path]
     train("04_apex", *options, "--epochs", 1, nproc=1, **env)
     step = ["scale_loss", "backward", "unscale"]
     assert calls.read_text().splitlines() == ["optimizer", "initialize O1 True", "DDP", *step, *step]
     assert load(tmp_path)["amp"] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}}
-    calls.unlink()
-    train("04_apex", *options, "--epochs", 2, nproc=1, **env)
-    assert calls.read_text().splitlines() == ["optimizer", "initialize O1 True", "DDP", "load 7", *step, *step]
 
 
 @pytest.mark.skipif(not HAS_APEX, reason="no apex is installed")

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import METHODS, ROOT, launch, load, metrics, started, train
+from conftest import ROOT, launch, load, metrics, started, train
 
 TINY = ["--workers", 0, "--max-steps", 1]
 
@@ -70,10 +70,17 @@ def test_killed_run_resumes(tmp_path):
     assert [line["epoch"] for line in metrics(tmp_path)] == list(range(1, done + 3))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_full_disk(method, tmp_path_factory):
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """A run of one epoch."""
+    folder = tmp_path_factory.mktemp("output")
+    train("01_dataparallel", *TINY, "--epochs", 1, "--output", folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["02_distributed", "05_horovod"])  # in all it is the same function
+def test_full_disk(method, output):
     """Played by a limit on the size of files, which the checkpoint of cnn, 1.5 MB, is above."""
-    output = first_epoch(tmp_path_factory)
     before = {name: (output / name).read_bytes() for name in os.listdir(output)}
     script = 'ulimit -f 1000; exec bash "$0" "$@"'
     options = [*TINY, "--output", output, "--resume", "--epochs", 2]
@@ -82,14 +89,3 @@ def test_full_disk(method, tmp_path_factory):
     (line,) = [line for line in result.output.splitlines() if "error: --output" in line]
     assert f"cannot write to {output}, its last.pt is still the previous one" in line
     assert {name: (output / name).read_bytes() for name in os.listdir(output)} == before
-
-
-first = []
-
-
-def first_epoch(tmp_path_factory):
-    """Returns the output directory of a run of one epoch, trained once."""
-    if not first:
-        first.append(tmp_path_factory.mktemp("first"))
-        train("01_dataparallel", *TINY, "--epochs", 1, "--output", first[0])
-    return first[0]

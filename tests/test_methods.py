@@ -97,14 +97,3 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(run, images, tmp_path):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b
     timing = {"seconds": 0, "images_per_second": 0}
     assert [line | timing for line in metrics(output)] == [line | timing for line in metrics(tmp_path)]
-
-
-def test_resuming_a_finished_run_trains_nothing(tmp_path, images):
-    """Nor does it with fewer --epochs than there are; the files stay as they are."""
-    options = ["--data", images, *SMALL, "--workers", 0, "--output", tmp_path]
-    train("01_dataparallel", *options, "--epochs", 2)
-    before = {name: (tmp_path / name).stat().st_mtime_ns for name in os.listdir(tmp_path)}
-    for method, epochs in (("01_dataparallel", 1), ("05_horovod", 2)):
-        result = train(method, *options, "--epochs", epochs, "--resume")
-        assert f"nothing to train: 2 of {epochs} epochs are done" in result.output and "train loss" not in result.output
-    assert {name: (tmp_path / name).stat().st_mtime_ns for name in os.listdir(tmp_path)} == before

@@ -1,5 +1,6 @@
-"""--evaluate is exact: whatever the number of processes, every image counts once."""
+"""Validation is exact: whatever the number of processes, every image counts once, and the checkpoint says the same."""
 
+import os
 import re
 
 import pytest
@@ -83,3 +84,14 @@ def test_one_image_and_two_processes(method, tmp_path):
     else:
         result = train(method, *options)
     assert figures(result.output) == [0, 100, 100, 1]  # whatever the image, of one class
+
+
+@pytest.mark.parametrize(("method", "epochs"), [("01_dataparallel", 1), ("05_horovod", 2)])
+def test_resuming_a_finished_run_trains_nothing(method, epochs, trained):
+    """Nor does it with fewer --epochs than there are; the files stay as they are."""
+    data, output = trained
+    before = {name: (output / name).stat().st_mtime_ns for name in os.listdir(output)}
+    options = ["--data", data, *OPTIONS, "--batch-size", 4, "--epochs", epochs, "--output", output, "--resume"]
+    text = train(method, *options).output
+    assert f"nothing to train: 2 of {epochs} epochs are done" in text and "train loss" not in text
+    assert {name: (output / name).stat().st_mtime_ns for name in os.listdir(output)} == before
