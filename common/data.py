@@ -113,9 +113,10 @@ def digits_folder():
     train, val = train_test_split(numbers, test_size=0.2, stratify=labels, random_state=2)  # shuffled, every class 4:1
     # Written aside and renamed when complete: of several processes that start at once the first to finish wins, and
     # a process that is interrupted leaves nothing under the final name.
-    DIGITS.parent.mkdir(exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".digits.", dir=DIGITS.parent))
+    aside = None
     try:
+        DIGITS.parent.mkdir(exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".digits.", dir=DIGITS.parent))
         for split, chosen in (("train", train), ("val", val)):
             for number in chosen:
                 folder = aside / split / str(labels[number])
@@ -123,11 +124,12 @@ def digits_folder():
                 Image.fromarray(images[number]).save(folder / f"{number:04}.png")
         aside.chmod(0o755)  # mkdtemp's are for their owner alone
         aside.rename(DIGITS)
-    except OSError:
+    except OSError as error:
         if not DIGITS.is_dir():  # not just another process that was first
-            raise
+            refuse(f"--data digits: cannot write them to {DIGITS}: {error}")
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside:
+            shutil.rmtree(aside, ignore_errors=True)
     return DIGITS
 
 
