@@ -59,7 +59,7 @@ if grep -q requirements <<<"$todo"; then
 fi
 horovod=
 if grep -q horovod <<<"$todo"; then
-  horovod=$(bash "$root/05_horovod/install.sh" 2>&1 | tee /dev/stderr | tail -n 1 && exit "${PIPESTATUS[0]}") && horovod=
+  horovod=$(bash "$root/05_horovod/install.sh" 2>&1 | tee >(cat >&2) | tail -n 1) && horovod=
 fi
 
 if [ "${1:-}" = --test ]; then
@@ -76,7 +76,7 @@ for method in 01_dataparallel 02_distributed 03_multiprocessing 04_apex 05_horov
     continue
   fi
   printf '\n== %s\n' "$method"
-  if bash "$root/$method/run.sh" --output "$runs/$method" "$@"; then
+  if bash "$root/$method/run.sh" "$@" --output "$runs/$method"; then
     outcomes+=("$method=")
   else
     outcomes+=("$method=ended with status $?")

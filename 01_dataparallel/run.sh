@@ -7,7 +7,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
 share_cores 1
-if [ "$NPROC" -lt "$GPUS" ] && [ -z "${CUDA_VISIBLE_DEVICES:-}" ]; then
-  export CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((NPROC - 1)))
+if [ "$NPROC" -lt "$GPUS" ]; then
+  export CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$NPROC" <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}")
 fi
 exec python3 "$here/main.py" "$@"

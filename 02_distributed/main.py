@@ -1,7 +1,7 @@
 """Method 2: torch.distributed. One process per GPU, started by torchrun; each trains on its share of every batch.
 
 DistributedDataParallel starts all processes from the same weights and averages their gradients while backward is still
-running. Every optimizer then takes the same step, so the models stay equal without ever being sent again.
+running. Every optimizer then takes the same step, so the models stay equal without being sent again.
 
     torchrun --nproc_per_node=2 02_distributed/main.py
     # on two machines (see the README)
@@ -36,12 +36,12 @@ def parse_args():
     add("--arch", help="cnn or any torchvision classification model (default: cnn for digits, else resnet18)")
     add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
     add("--image-size", type=int, help="in pixels (default: 8 for digits, else 224)")
-    add("--epochs", type=int, default=15)
+    add("--epochs", type=int, default=12)
     add("--batch-size", type=int, default=64, help="global: shared out among all processes")
-    add("--lr", type=float, default=0.05, help="a tenth of it after 30 epochs, a hundredth after 60, ...")
+    add("--lr", type=float, default=0.05, help="a tenth of it after 30 epochs, and so on; --resume keeps the old one")
     add("--momentum", type=float, default=0.9)
     add("--weight-decay", type=float, default=5e-4)
-    add("--workers", type=int, default=2, help="data loading processes per training process")
+    add("--workers", type=int, default=2, help="data loading processes, for each loader of each process")
     add("--seed", type=int, default=0)
     add("--dtype", choices=["float32", "float64"], default="float32")
     add("--output", type=Path, default=Path("runs", Path(__file__).parent.name), help="gets last.pt, best.pt, metrics")
@@ -68,10 +68,10 @@ def main():
 
     # Data: the sampler shuffles alike in every process and deals the images out, one to each in turn
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
-    if args.batch_size % world_size or args.batch_size > len(train_set):
+    if args.batch_size % world_size or not world_size <= args.batch_size <= len(train_set):
         refuse(f"--batch-size: needs a multiple of {world_size} (processes), at most {len(train_set)} (images)")
     options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # the global one is dropout's
+    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # not dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
@@ -93,7 +93,7 @@ def main():
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
     best_top1, history = -1.0, []
     if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
-        for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more
+        for name in [name for name in parts if name in checkpoint]:  # another method's may lack amp's state
             parts[name].load_state_dict(checkpoint[name])
         best_top1, history = checkpoint["best_top1"], checkpoint["history"]
         if rank == 0 and len(history) >= args.epochs and not args.evaluate:
@@ -114,12 +114,12 @@ def main():
         result = {"epoch": epoch + 1, "processes": world_size, "lr": scheduler.get_last_lr()[0]}
         result |= train_one_epoch(parallel, train_loader, optimizer, device, rank, epoch, args)
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # (6) each rank has its own statistics in batch norm; rank 0's stay
+            dist.broadcast(buffer, src=0)  # (6) batch norm's statistics: ranks' differ, rank 0's are saved
         result |= evaluate(model, val_loader, device, args)
         result["seconds"] = time.perf_counter() - start
         scheduler.step()
         if not math.isfinite(result["train_loss"] + result["val_loss"]):
-            refuse(f"the loss is no longer finite in epoch {epoch + 1}: nothing saved. Try an --lr below {args.lr}")
+            refuse(f"the loss of epoch {epoch + 1} is not finite: not saved. Start afresh with an --lr below {args.lr}")
         if rank == 0:
             line = "epoch {epoch}  train loss {train_loss:.4f}  val loss {val_loss:.4f}  top-1 {top1:.2f} %"
             print((line + "  top-5 {top5:.2f} %  {images_per_second:.0f} images/s").format(**result), flush=True)
@@ -136,7 +136,7 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
     steps = min(len(loader), args.max_steps or len(loader))
     sums, start = torch.tensor([0, steps], dtype=torch.float64, device=device), time.perf_counter()  # loss, steps
     bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
-    for step, (images, labels) in zip(range(1, steps + 1), loader):
+    for step, (images, labels) in zip(range(1, steps + 1), loader):  # range first: it ends without one batch too many
         images = images.to(device, args.dtype, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         loss = F.cross_entropy(model(images), labels)
@@ -167,7 +167,7 @@ def evaluate(model, loader, device, args):
         images = images.to(device, args.dtype, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         output = model(images)
-        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # (images, guesses)
+        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # images x guesses
         sums[0] += F.cross_entropy(output, labels, reduction="sum")
         sums[1] += right[:, 0].sum()
         sums[2] += right.sum()

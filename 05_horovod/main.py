@@ -1,7 +1,7 @@
 """Method 5: Horovod. One process per GPU, started by horovodrun; each trains on its share of every batch.
 
 DistributedOptimizer averages the gradients of all processes while backward is still running, and waits for them in
-step(). The model is not wrapped: what DistributedDataParallel does at its start, two broadcasts do here.
+step(). The model is not wrapped: DistributedDataParallel's broadcast of rank 0's weights is a call of its own here.
 
     horovodrun --gloo -np 2 python3 05_horovod/main.py
     # on two machines (see the README)
@@ -35,12 +35,12 @@ def parse_args():
     add("--arch", help="cnn or any torchvision classification model (default: cnn for digits, else resnet18)")
     add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
     add("--image-size", type=int, help="in pixels (default: 8 for digits, else 224)")
-    add("--epochs", type=int, default=15)
+    add("--epochs", type=int, default=12)
     add("--batch-size", type=int, default=64, help="global: shared out among all processes")
-    add("--lr", type=float, default=0.05, help="a tenth of it after 30 epochs, a hundredth after 60, ...")
+    add("--lr", type=float, default=0.05, help="a tenth of it after 30 epochs, and so on; --resume keeps the old one")
     add("--momentum", type=float, default=0.9)
     add("--weight-decay", type=float, default=5e-4)
-    add("--workers", type=int, default=2, help="data loading processes per training process")
+    add("--workers", type=int, default=2, help="data loading processes, for each loader of each process")
     add("--seed", type=int, default=0)
     add("--dtype", choices=["float32", "float64"], default="float32")
     add("--output", type=Path, default=Path("runs", Path(__file__).parent.name), help="gets last.pt, best.pt, metrics")
@@ -66,10 +66,10 @@ def main():
 
     # Data: the sampler shuffles alike in every process and deals the images out, one to each in turn
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
-    if args.batch_size % world_size or args.batch_size > len(train_set):
+    if args.batch_size % world_size or not world_size <= args.batch_size <= len(train_set):
         refuse(f"--batch-size: needs a multiple of {world_size} (processes), at most {len(train_set)} (images)")
     options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # the global one is dropout's
+    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # not dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
@@ -93,10 +93,10 @@ def main():
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
     best_top1, history = -1.0, []
     if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
-        for name in parts.keys() & checkpoint.keys():  # another method's file may lack a part, or have one more
+        for name in [name for name in parts if name in checkpoint]:  # another method's may lack amp's state
             parts[name].load_state_dict(checkpoint[name])
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # (7) before the weights: it may take a step
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (8) rank 0 alone has loaded them
+        if optimizer.state:  # without any, the next line would take a step to make some, and weight decay would feel it
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # (7) rank 0's momentum
         best_top1, history = checkpoint["best_top1"], checkpoint["history"]
         if rank == 0 and len(history) >= args.epochs and not args.evaluate:
             print(f"nothing to train: {len(history)} of {args.epochs} epochs are done", flush=True)
@@ -116,12 +116,12 @@ def main():
         result = {"epoch": epoch + 1, "processes": world_size, "lr": scheduler.get_last_lr()[0]}
         result |= train_one_epoch(parallel, train_loader, optimizer, device, rank, epoch, args)
         for buffer in model.buffers():
-            hvd.broadcast_(buffer, root_rank=0)  # (9) each rank has its own statistics in batch norm; rank 0's stay
+            hvd.broadcast_(buffer, root_rank=0)  # (8) batch norm's statistics: ranks' differ, rank 0's are saved
         result |= evaluate(model, val_loader, device, args)
         result["seconds"] = time.perf_counter() - start
         scheduler.step()
         if not math.isfinite(result["train_loss"] + result["val_loss"]):
-            refuse(f"the loss is no longer finite in epoch {epoch + 1}: nothing saved. Try an --lr below {args.lr}")
+            refuse(f"the loss of epoch {epoch + 1} is not finite: not saved. Start afresh with an --lr below {args.lr}")
         if rank == 0:
             line = "epoch {epoch}  train loss {train_loss:.4f}  val loss {val_loss:.4f}  top-1 {top1:.2f} %"
             print((line + "  top-5 {top5:.2f} %  {images_per_second:.0f} images/s").format(**result), flush=True)
@@ -129,7 +129,7 @@ def main():
             checkpoint = {"epoch": epoch + 1, "best_top1": best_top1, "history": history, "arch": arch}
             checkpoint |= {name: part.state_dict() for name, part in parts.items()}
             save_checkpoint(checkpoint | {"classes": train_set.classes, "command": sys.argv}, args.output)
-    hvd.shutdown()  # (10) leave together
+    hvd.shutdown()  # (9) leave together
 
 
 def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
@@ -138,7 +138,7 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
     steps = min(len(loader), args.max_steps or len(loader))
     sums, start = torch.tensor([0, steps], dtype=torch.float64, device=device), time.perf_counter()  # loss, steps
     bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
-    for step, (images, labels) in zip(range(1, steps + 1), loader):
+    for step, (images, labels) in zip(range(1, steps + 1), loader):  # range first: it ends without one batch too many
         images = images.to(device, args.dtype, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         loss = F.cross_entropy(model(images), labels)
@@ -152,7 +152,7 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
             line = f"epoch {epoch + 1}  step {step}/{steps}  loss {sums[0].item() / step:.4f}  {speed:.0f} images/s"
             print(line, flush=True) if bar.disable else bar.set_description(line)
     bar.close()
-    hvd.allreduce_(sums, op=hvd.Sum)  # (11) once an epoch
+    hvd.allreduce_(sums, op=hvd.Sum)  # (10) once an epoch
     train_loss = (sums[0] / sums[1]).item()
     return {"train_loss": train_loss, "images_per_second": steps * args.batch_size / (time.perf_counter() - start)}
 
@@ -169,12 +169,12 @@ def evaluate(model, loader, device, args):
         images = images.to(device, args.dtype, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         output = model(images)
-        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # (images, guesses)
+        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # images x guesses
         sums[0] += F.cross_entropy(output, labels, reduction="sum")
         sums[1] += right[:, 0].sum()
         sums[2] += right.sum()
         sums[3] += len(labels)
-    hvd.allreduce_(sums, op=hvd.Sum)  # (12) sums, not averages: shares and last batches differ in size
+    hvd.allreduce_(sums, op=hvd.Sum)  # (11) sums, not averages: shares and last batches differ in size
     loss, top1, top5, count = sums.tolist()
     return {"val_loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count, "val_images": int(count)}
 
@@ -204,13 +204,12 @@ def load_checkpoint(args, rank):
         message = [torch.load(path, map_location="cpu", weights_only=True)]
     elif rank == 0 and args.resume is not True:
         message = [f"--resume: there is no file {path}"]
-    tensors = {name: message[0].pop(name) for name in ("model", "optimizer")} if isinstance(message[0], dict) else {}
-    message = hvd.broadcast_object(message, root_rank=0)  # (13) from rank 0; too slow for the tensors, a second per MB
+    message = hvd.broadcast_object(message, root_rank=0)  # (12) from rank 0; takes a second for 15 MB
     if isinstance(message[0], str):
         refuse(message[0])
     if rank == 0:
         print(f"resuming from {path}" if message[0] else f"starting afresh: there is no {path} yet", flush=True)
-    return message[0] and message[0] | tensors
+    return message[0]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ COLUMNS = ["method", "processes", "images/s", "seconds per epoch", "top-1 %", "l
 def main():
     runs = Path(sys.argv[1])
     outcomes = dict(argument.split("=", 1) for argument in sys.argv[2:])
+    for method in outcomes:
+        if not (runs / method / "last.pt").is_file():  # nothing was trained: --evaluate, --epochs 0
+            outcomes[method] = outcomes[method] or "left no checkpoint"
     checkpoints = {
         method: torch.load(runs / method / "last.pt", map_location="cpu", weights_only=True)
         for method, reason in outcomes.items()

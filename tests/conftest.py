@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -20,12 +21,12 @@ METHODS = ["01_dataparallel", "02_distributed", "03_multiprocessing", "04_apex",
 
 
 def environment(**changes):
-    """Returns the environment of a user who has activated the Python that runs these tests."""
+    """Returns the environment of a user who has activated the Python that runs these tests, and has no GPU."""
     env = {name: value for name, value in os.environ.items() if name not in ("NPROC", "OMP_NUM_THREADS", "RUNS")}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     if sys.prefix != sys.base_prefix:
         env["VIRTUAL_ENV"] = sys.prefix
-    return env | {name: str(value) for name, value in changes.items()}
+    return env | {"CUDA_VISIBLE_DEVICES": ""} | {name: str(value) for name, value in changes.items()}
 
 
 @contextlib.contextmanager
@@ -84,6 +85,26 @@ def load(output, name="last.pt"):
 
 def metrics(output):
     return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def by_hand(data, file, arch, size):
+    """Validates a checkpoint one image after the other; returns loss, top-1 and top-5 in %, number of images."""
+    from common.data import build_datasets
+    from common.model import build_model
+
+    _, val_set = build_datasets(str(data), size)
+    model = build_model(arch, len(val_set.classes))
+    model.load_state_dict(torch.load(file, weights_only=True)["model"])
+    model.eval()
+    loss = top1 = top5 = 0.0
+    with torch.no_grad():
+        for image, label in val_set:
+            output = model(image[None])[0]
+            loss += F.cross_entropy(output, torch.tensor(label)).item()
+            better = (output > output[label]).sum().item()
+            top1 += better < 1
+            top5 += better < 5
+    return [loss / len(val_set), 100 * top1 / len(val_set), 100 * top5 / len(val_set), len(val_set)]
 
 
 def make_images(root, train_images, val_images, classes=("cat", "dog"), size=(40, 32)):

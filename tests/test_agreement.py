@@ -107,17 +107,6 @@ def test_checkpoint_goes_on_in_another_method(saved, resumed, trained, plain, tm
     assert [line["epoch"] for line in metrics(tmp_path)] == [1, 2, 3]
 
 
-def test_checkpoint_in_plain_pytorch(trained, plain):
-    """The two lines of the README, which has its own model."""
-    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    output = trained("02_distributed", 2)
-    code = code.replace("torchvision.models.resnet18(num_classes=10)", 'build_model("cnn", 10).double()')
-    code = code.replace('"last.pt"', repr(str(output / "last.pt")))
-    names = {"torch": torch, "build_model": build_model}
-    exec(code, names)
-    assert all(torch.allclose(names["model"].state_dict()[name], plain[2][0][name]) for name in plain[2][0])
-
-
 # The reader's mistakes: name -> script, and what of its text becomes what.
 MISTAKES = {
     "none": ("02_distributed", {}),

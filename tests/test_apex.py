@@ -23,16 +23,16 @@ def test_without_apex_main_says_which_one():
     assert "what is installed is that one" not in line
 
 
-def test_pypis_apex_is_named(images, tmp_path):
+def test_pypis_apex_is_named():
     """By main.py as an error, by run.sh as the reason why native.py runs."""
     env = {"PYTHONPATH": STAND_INS / "pypi"}
     result = launch("python3", ROOT / "04_apex" / "main.py", **env)
     assert result.returncode == 2
     (line,) = lines(result.output)
     assert "PyPI's apex is another project, a web toolkit, and what is installed is that one" in line
-    result = train("04_apex", "--data", images, *TINY, "--epochs", 1, "--output", tmp_path, **env)
+    result = train("04_apex", "--help", nproc=1, **env)
     assert "cannot be used (No module named 'pyramid_mailer'): running native.py" in result.output
-    assert load(tmp_path)["command"][0].endswith("native.py")
+    assert "--no-amp" in result.output  # native.py's
 
 
 def test_order_of_the_calls(images, tmp_path):
@@ -49,5 +49,5 @@ def test_order_of_the_calls(images, tmp_path):
 @pytest.mark.skipif(not HAS_APEX, reason="no apex is installed")
 def test_real_apex(images, tmp_path):
     pytest.importorskip("apex.amp", exc_type=ImportError)
-    result = train("04_apex", "--data", images, *TINY, "--epochs", 1, "--output", tmp_path)
-    assert "apex.amp" in result.output and load(tmp_path)["command"][0].endswith("main.py")
+    result = train("04_apex", "--data", images, *TINY, "--epochs", 1, "--output", tmp_path)  # without a GPU: amp is off
+    assert "apex.amp off" in result.output and load(tmp_path)["command"][0].endswith("main.py")

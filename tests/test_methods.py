@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import METHODS, ROOT, launch, load, metrics, train
+from conftest import METHODS, ROOT, by_hand, launch, load, metrics, train
 
 # A network with batch norm and dropout, on small, augmented images.
 SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--batch-size", 8, "--workers", 2]
@@ -67,6 +67,14 @@ def test_checkpoint_holds_the_plain_model(run):
     assert best["history"][-1]["top1"] == best["best_top1"] == max(line["top1"] for line in history)
 
 
+def test_validation_is_of_the_model_that_is_saved(run, images):
+    """Also its batch norm's statistics, of which every process has its own while it trains."""
+    _, output, _ = run
+    line = metrics(output)[-1]
+    ended = [line["val_loss"], line["top1"], line["top5"], line["val_images"]]
+    assert ended == pytest.approx(by_hand(images, output / "last.pt", "mobilenet_v3_small", 32), abs=1e-6)
+
+
 def flatten(state):
     """Yields the tensors and numbers of a nested state, in order."""
     if isinstance(state, dict):
@@ -97,3 +105,30 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(run, images, tmp_path):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b
     timing = {"seconds": 0, "images_per_second": 0}
     assert [line | timing for line in metrics(output)] == [line | timing for line in metrics(tmp_path)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("method", METHODS)
+def test_on_all_gpus(method, images, tmp_path):
+    gpus = torch.cuda.device_count()
+    options = ["--data", images, *SMALL, "--batch-size", 2 * gpus, "--max-steps", 1, "--output", tmp_path]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    train(method, *options, "--epochs", 1, nproc=gpus, CUDA_VISIBLE_DEVICES=visible)
+    train(method, *options, "--epochs", 2, "--resume", nproc=gpus, CUDA_VISIBLE_DEVICES=visible)
+    assert load(tmp_path)["model"]["features.0.0.weight"].is_cuda or method == "05_horovod"  # its build may be for CPUs
+
+
+def test_five_texts_differ_by_their_method_alone():
+    """As many lines as a reader compares at a glance, and no main.py longer than one that is read to the end."""
+    pairs = [
+        ("01_dataparallel/main.py", "02_distributed/main.py"),
+        ("02_distributed/main.py", "03_multiprocessing/main.py"),
+        ("02_distributed/main.py", "04_apex/main.py"),
+        ("04_apex/main.py", "04_apex/native.py"),
+        ("02_distributed/main.py", "05_horovod/main.py"),
+    ]
+    for pair in pairs:
+        difference = launch("diff", *pair, cwd=ROOT).output.splitlines()
+        assert len([line for line in difference if line[0] in "<>"]) <= 45, pair
+    for script in ROOT.glob("0*/*.py"):
+        assert len(script.read_text().splitlines()) <= 230, script

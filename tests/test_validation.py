@@ -4,12 +4,7 @@ import os
 import re
 
 import pytest
-import torch
-import torch.nn.functional as F
-from conftest import ROOT, launch, make_images, metrics, train
-
-from common.data import build_datasets
-from common.model import build_model
+from conftest import ROOT, by_hand, launch, make_images, train
 
 OPTIONS = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 0]
 CLASSES = [f"class {i}" for i in range(6)]  # one more than five, for top-5
@@ -26,34 +21,9 @@ def trained(tmp_path_factory):
     return data, output
 
 
-def by_hand(data, file):
-    """Validates one image after the other."""
-    _, val_set = build_datasets(str(data), 32)
-    model = build_model("mobilenet_v3_small", len(CLASSES))
-    model.load_state_dict(torch.load(file, weights_only=True)["model"])
-    model.eval()
-    loss = top1 = top5 = 0.0
-    with torch.no_grad():
-        for image, label in val_set:
-            output = model(image[None])[0]
-            loss += F.cross_entropy(output, torch.tensor(label)).item()
-            better = (output > output[label]).sum().item()
-            top1 += better < 1
-            top5 += better < 5
-    return [loss / len(val_set), 100 * top1 / len(val_set), 100 * top5 / len(val_set), len(val_set)]
-
-
 def figures(text):
     (line,) = re.findall(r"val loss (\S+)  top-1 (\S+) %  top-5 (\S+) %  \((\d+) images\)", text)
     return [float(number) for number in line]
-
-
-def test_end_of_training(trained):
-    """Its figures are those of the checkpoint that it left, whose batch norm has rank 0's statistics."""
-    data, output = trained
-    line = metrics(output)[-1]
-    ended = [line["val_loss"], line["top1"], line["top5"], line["val_images"]]
-    assert ended == pytest.approx(by_hand(data, output / "last.pt"), abs=1e-6)
 
 
 LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--standalone"]  # the article's, torchrun's forerunner
@@ -69,11 +39,11 @@ def test_seven_images_and_three_processes(method, trained):
         assert result.returncode == 0, result.output
     else:
         result = train(method, *options, nproc=3)
-    loss, top1, top5, count = by_hand(data, output / "last.pt")
+    loss, top1, top5, count = by_hand(data, output / "last.pt", "mobilenet_v3_small", 32)
     assert figures(result.output) == [pytest.approx(loss, abs=1e-6), round(top1, 2), round(top5, 2), count]
 
 
-@pytest.mark.parametrize("method", ["02_distributed", "05_horovod"])
+@pytest.mark.parametrize("method", ["02_distributed", pytest.param("05_horovod", marks=pytest.mark.full)])
 def test_one_image_and_two_processes(method, tmp_path):
     data = make_images(tmp_path / "one", 4, 1, ["only class"])
     options = ["--data", data, *OPTIONS, "--batch-size", 4, "--evaluate"]
