@@ -137,7 +137,7 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
         optimizer.step()
         sums[0] += loss.detach()
         bar.update()
-        if rank == 0 and step % 50 == 0:  # not every step: reading the loss waits for the GPU
+        if rank == 0 and step % (50 if bar.disable else 10) == 0:  # not always: reading the loss waits for the GPU
             speed = step * args.batch_size / (time.perf_counter() - start)
             line = f"epoch {epoch + 1}  step {step}/{steps}  loss {sums[0].item() / step:.4f}  {speed:.0f} images/s"
             print(line, flush=True) if bar.disable else bar.set_description(line)
@@ -150,7 +150,7 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
 def evaluate(model, loader, device, args):
     """Returns the loss and the top-1 and top-5 accuracy (%) over the validation images of all processes' shares.
 
-    model: not DistributedDataParallel's, whose forward pass may communicate: not all processes need equally many.
+    model: not DistributedDataParallel's: its forward pass may communicate, and not all processes need as many passes.
     """
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right at the first guess, within five, images
