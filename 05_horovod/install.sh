@@ -74,6 +74,9 @@ if [ -n "$gpu" ]; then
   nccl=$(python3 -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])') || fail "PyTorch's NCCL package is missing"
   cp -r "$nccl" "$work/nccl"
   ln -sf libnccl.so.2 "$work/nccl/lib/libnccl.so"
+  # Horovod and PyTorch look for CUDA beside the nvcc on PATH, which may be a link or a wrapper that lives elsewhere.
+  if [ -z "${CUDA_HOME:-}" ] && [ -d /usr/local/cuda ]; then export CUDA_HOME=/usr/local/cuda; fi
+  export CUDACXX=${CUDACXX:-${CUDA_HOME:+$CUDA_HOME/bin/nvcc}}
   export HOROVOD_GPU_OPERATIONS=$gpu HOROVOD_NCCL_HOME=$work/nccl HOROVOD_NCCL_LINK=SHARED
 else
   # A CUDA build of PyTorch beside an nvcc makes Horovod include CUDA's headers also in a CPU build, which then fails.
@@ -83,9 +86,8 @@ fi
 
 echo "Building Horovod $version for torch $torch_version, ${gpu:-CPU}: about 3 minutes on two cores ..."
 if ! python3 -m pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps "$source" >"$log" 2>&1; then
-  grep -E -m 5 '(error|Error):? ' "$log" >&2 || true
-  tail -n 15 "$log" >&2
-  fail "Horovod did not build for PyTorch $torch_version (the end of its log is above)"
+  grep -E -A 4 -m 3 '(CMake Error|error:)' "$log" >&2 || tail -n 15 "$log" >&2
+  fail "Horovod did not build for PyTorch $torch_version (what its log says is above)"
 fi
 python3 -m pip install --quiet cloudpickle psutil pyyaml 'cffi>=1.4.0'    # what Horovod imports; --no-deps kept torch as it is
 
