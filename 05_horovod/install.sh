@@ -3,7 +3,6 @@
 #
 #     bash 05_horovod/install.sh                               # over NCCL where there is a GPU and nvcc, else CPU over gloo
 #     HOROVOD_GPU_OPERATIONS=NCCL bash 05_horovod/install.sh   # over NCCL also where no GPU is in sight (a login node)
-#
 set -euo pipefail
 version=0.28.1
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

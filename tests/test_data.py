@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import environment, launch
+from conftest import launch
 from torch import nn
 
 import common.data
@@ -138,5 +138,5 @@ def test_pretrained(capsys, tmp_path, monkeypatch):
 def test_scikit_learn_is_imported_for_building_only():
     build_datasets("digits")  # there are digits from here on
     code = "import sys, common.data; common.data.build_datasets('digits'); print('sklearn' in sys.modules)"
-    result = launch(sys.executable, "-c", code, cwd=common.data.DIGITS.parents[1], **environment())
+    result = launch(sys.executable, "-c", code, cwd=common.data.DIGITS.parents[1])
     assert result.output.strip() == "False"
