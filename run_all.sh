@@ -69,14 +69,18 @@ fi
 # A method that fails does not stop the others: the comparison says what became of it.
 runs=${RUNS:-$root/runs}
 mkdir -p "$runs"
-outcomes=()
+outcomes=() child=
+trap '[ -z "$child" ] || kill "$child"; wait; exit 130' INT TERM HUP
 for method in 01_dataparallel 02_distributed 03_multiprocessing 04_apex 05_horovod; do
   if [ "$method" = 05_horovod ] && [ -n "$horovod" ]; then
     outcomes+=("$method=no Horovod: ${horovod#install.sh: }")
     continue
   fi
   printf '\n== %s\n' "$method"
-  if bash "$root/$method/run.sh" "$@" --output "$runs/$method"; then
+  # In the background, so that bash passes a SIGTERM on at once and not when the method is done.
+  bash "$root/$method/run.sh" "$@" --output "$runs/$method" &
+  child=$!
+  if wait "$child"; then
     outcomes+=("$method=")
   else
     outcomes+=("$method=ended with status $?")

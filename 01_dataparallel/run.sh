@@ -10,4 +10,4 @@ share_cores 1
 if [ "$NPROC" -lt "$GPUS" ]; then
   export CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$NPROC" <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}")
 fi
-exec python3 "$here/main.py" "$@"
+supervise python3 "$here/main.py" "$@"

@@ -3,8 +3,9 @@
 #
 #     bash 02_distributed/run.sh [options of main.py]
 #     NPROC=4 bash 02_distributed/run.sh                # four processes
+#     MAX_RESTARTS=3 bash 02_distributed/run.sh     # with --resume: go on up to three times after a crash
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
 share_cores "$NPROC"
-exec torchrun --standalone --nproc_per_node="$NPROC" "$here/main.py" "$@"
+supervise torchrun --standalone --nproc_per_node="$NPROC" --max-restarts="$MAX_RESTARTS" "$here/main.py" "${RESUME[@]}" "$@"

@@ -3,6 +3,7 @@
 #
 #     bash 04_apex/run.sh [options of main.py or native.py]
 #     NPROC=4 bash 04_apex/run.sh                       # four processes
+#     MAX_RESTARTS=3 bash 04_apex/run.sh            # with --resume: go on up to three times after a crash
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
@@ -27,4 +28,4 @@ if [ -n "$why" ]; then
   echo "04_apex: $why: running native.py, PyTorch's own mixed precision, in its place" >&2
   script=native.py
 fi
-exec torchrun --standalone --nproc_per_node="$NPROC" "$here/$script" "$@"
+supervise torchrun --standalone --nproc_per_node="$NPROC" --max-restarts="$MAX_RESTARTS" "$here/$script" "${RESUME[@]}" "$@"

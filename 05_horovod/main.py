@@ -24,39 +24,49 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for common/
-from common.data import build_datasets, refuse
-from common.model import build_model
+from common.data import build_datasets
+from common.errors import check_start, number, one_line_errors, refuse, require
+from common.model import build_model, check_model, read_checkpoint
 
 
 def parse_args():
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.error = refuse  # one line, from one process
     add = parser.add_argument
     add("--data", default="digits", help="digits (built in), fake, or a folder with train/<class>/ and val/<class>/")
     add("--arch", help="cnn or any torchvision classification model (default: cnn for digits, else resnet18)")
     add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
-    add("--image-size", type=int, help="in pixels (default: 8 for digits, else 224)")
-    add("--epochs", type=int, default=12)
-    add("--batch-size", type=int, default=64, help="global: shared out among all processes")
-    add("--lr", type=float, default=0.05, help="a tenth of it after 30 epochs, and so on; --resume keeps the old one")
-    add("--momentum", type=float, default=0.9)
-    add("--weight-decay", type=float, default=5e-4)
-    add("--workers", type=int, default=2, help="data loading processes, for each loader of each process")
-    add("--seed", type=int, default=0)
+    add("--image-size", type=number(1), help="in pixels (default: 8 for digits, else 224)")
+    add("--epochs", type=number(1), default=12)
+    add("--batch-size", type=number(1), default=64, help="global: shared out among all processes")
+    add("--lr", type=number(0.0), default=0.05, help="a tenth after 30 epochs, and so on; --resume keeps the old one")
+    add("--momentum", type=number(0.0, 1.0), default=0.9)
+    add("--weight-decay", type=number(0.0), default=5e-4)
+    add("--workers", type=number(0), default=2, help="data loading processes, for each loader of each process")
+    add("--seed", type=number(0, 2**32 - 1), default=0)
     add("--dtype", choices=["float32", "float64"], default="float32")
     add("--output", type=Path, default=Path("runs", Path(__file__).parent.name), help="gets last.pt, best.pt, metrics")
     add("--resume", nargs="?", const=True, help="a checkpoint; alone: <output>/last.pt, or from the start without one")
     add("--evaluate", action="store_true", help="validate and exit")
-    add("--max-steps", type=int, help="stop each epoch after that many steps")
+    add("--max-steps", type=number(1), help="stop each epoch after that many steps")
+    add("--timeout", type=number(1), default=600, help="seconds to wait for another process before giving up")
     add("--fp16-allreduce", action="store_const", const=hvd.Compression.fp16, default=hvd.Compression.none)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")
+    args.image_size = args.image_size or (8 if args.data == "digits" else 224)
+    return args
 
 
+@one_line_errors
 def main():
     args = parse_args()
     args.dtype = getattr(torch, args.dtype)
 
     # The processes' group and this process's device
     cuda = torch.cuda.is_available() and hvd.nccl_built() > 0  # install.sh had nvcc
+    check_start(args, cuda, __doc__)
+    for name, share in (("GLOO_TIMEOUT", 1), ("STALL_CHECK_TIME", 4), ("STALL_SHUTDOWN_TIME", 4)):  # up to four checks
+        os.environ.setdefault(f"HOROVOD_{name}_SECONDS", str(max(1, args.timeout // share)))
     hvd.init()  # (1) wait until all processes are there
     local_rank = hvd.local_rank()  # (2) which of this machine's processes this one is
     rank, world_size = hvd.rank(), hvd.size()
@@ -65,9 +75,10 @@ def main():
         torch.cuda.set_device(device)  # (3) one GPU per process
 
     # Data: the sampler shuffles alike in every process and deals the images out, one to each in turn
+    require(args.batch_size % world_size == 0, f"--batch-size: must be a multiple of {world_size} (processes)")
+    check_model(args, args.batch_size // world_size)  # before the data, which may take a minute to list
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
-    if args.batch_size % world_size or not world_size <= args.batch_size <= len(train_set):
-        refuse(f"--batch-size: needs a multiple of {world_size} (processes), at most {len(train_set)} (images)")
+    require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
     options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
     options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # not dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
@@ -77,8 +88,7 @@ def main():
 
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
-    arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")
-    model = build_model(arch, len(train_set.classes), args.pretrained).to(device, args.dtype)
+    model = build_model(args.arch, len(train_set.classes), args.pretrained).to(device, args.dtype)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (5) all start from rank 0's weights
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), args.fp16_allreduce)  # (6) average
@@ -86,13 +96,13 @@ def main():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
         print(f"Horovod, processes: {world_size} ({device.type}, {'nccl' if cuda else 'gloo'})")
-        print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {arch}")
+        print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {args.arch}")
         print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names
     best_top1, history = -1.0, []
-    if args.resume is not None and (checkpoint := load_checkpoint(args, rank)):
+    if args.resume is not None and (checkpoint := load_checkpoint(args, rank, parts, train_set.classes)):
         for name in [name for name in parts if name in checkpoint]:  # another method's may lack amp's state
             parts[name].load_state_dict(checkpoint[name])
         if optimizer.state:  # without any, the next line would take a step to make some, and weight decay would feel it
@@ -120,13 +130,13 @@ def main():
         result |= evaluate(model, val_loader, device, args)
         result["seconds"] = time.perf_counter() - start
         scheduler.step()
-        if not math.isfinite(result["train_loss"] + result["val_loss"]):
-            refuse(f"the loss of epoch {epoch + 1} is not finite: not saved. Start afresh with an --lr below {args.lr}")
+        finite = math.isfinite(result["train_loss"] + result["val_loss"])
+        require(finite, f"the loss of epoch {epoch + 1} is not finite: not saved. Try an --lr below {args.lr}")
         if rank == 0:
             line = "epoch {epoch}  train loss {train_loss:.4f}  val loss {val_loss:.4f}  top-1 {top1:.2f} %"
             print((line + "  top-5 {top5:.2f} %  {images_per_second:.0f} images/s").format(**result), flush=True)
             best_top1, history = max(best_top1, result["top1"]), [*history, result]
-            checkpoint = {"epoch": epoch + 1, "best_top1": best_top1, "history": history, "arch": arch}
+            checkpoint = {"epoch": epoch + 1, "best_top1": best_top1, "history": history, "arch": args.arch}
             checkpoint |= {name: part.state_dict() for name, part in parts.items()}
             save_checkpoint(checkpoint | {"classes": train_set.classes, "command": sys.argv}, args.output)
     hvd.shutdown()  # (9) leave together
@@ -196,18 +206,13 @@ def save_checkpoint(checkpoint, output):
         refuse(f"--output: cannot write to {output}, its last.pt is still the previous one: {error}")
 
 
-def load_checkpoint(args, rank):
+def load_checkpoint(args, rank, parts, classes):
     """Returns the checkpoint that --resume asks for, None for a fresh start. Rank 0 reads it for all processes."""
-    path = args.output / "last.pt" if args.resume is True else Path(args.resume)
-    message = [None]
-    if rank == 0 and path.is_file():
-        message = [torch.load(path, map_location="cpu", weights_only=True)]
-    elif rank == 0 and args.resume is not True:
-        message = [f"--resume: there is no file {path}"]
+    message = [read_checkpoint(args, parts, classes) if rank == 0 else None]
     message = hvd.broadcast_object(message, root_rank=0)  # (12) from rank 0; takes a second for 15 MB
-    if isinstance(message[0], str):
-        refuse(message[0])
+    require(not isinstance(message[0], str), message[0])  # why not
     if rank == 0:
+        path = args.output / "last.pt" if args.resume is True else args.resume
         print(f"resuming from {path}" if message[0] else f"starting afresh: there is no {path} yet", flush=True)
     return message[0]
 

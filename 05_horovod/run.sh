@@ -7,4 +7,4 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
 share_cores "$NPROC"
-exec horovodrun --gloo -np "$NPROC" -H "localhost:$NPROC" python3 "$here/main.py" "$@"
+supervise horovodrun --gloo -np "$NPROC" -H "localhost:$NPROC" python3 "$here/main.py" "$@"

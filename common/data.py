@@ -1,52 +1,67 @@
 """The three kinds of data that every main.py can train on: built-in digits, any ImageFolder tree, synthetic images."""
 
+import contextlib
 import os
 import shutil
-import sys
 import tempfile
-import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
+
+from common.errors import BrokenFile, note, refuse
 
 DIGITS = Path(__file__).resolve().parents[1] / "data" / "digits"
 
 
-def build_datasets(data, image_size=None, seed=0):
+def build_datasets(data, image_size, seed=0):
     """Returns (train_set, val_set), whose items are (image, label).
 
     data: "digits", "fake", or a directory with train/<class>/*.jpg and val/<class>/*.jpg, as ImageNet's.
-    image_size: height and width of every image, in pixels; None: 8 for the digits, else 224.
+    image_size: height and width of every image, in pixels.
     image: float32, (3, image_size, image_size), normalised channel by channel; label: int.
     Both sets have `classes`, the names in the order of the labels; train_set has `set_epoch`.
-    A directory that is not such a tree ends the process with status 2.
+    A directory that is not such a tree ends the process with status 2. Hidden files and folders are left out.
     """
+    size = image_size
     if data == "fake":
-        size = image_size or 224
         return FakeImages(12_800, size, seed), FakeImages(512, size, seed + 1)
     digits = data == "digits"
     root = digits_folder() if digits else Path(data)
-    size = image_size or (8 if digits else 224)
     if digits:  # a mirrored or cropped digit may be another digit, or none
         train_transform = val_transform = v2.Resize((size, size))
     else:  # ImageNet's usual augmentation, and its evaluation crop: the middle 7/8 (224 of 256)
         train_transform = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
         val_transform = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
-    for split in ("train", "val"):
-        if not (root / split).is_dir():
-            refuse(f"--data: {root / split} is no directory; wanted: train/<class>/ and val/<class>/ in {root}")
-    try:
-        train_set = Images(root / "train", train_transform, seed)
-        val_set = Images(root / "val", val_transform, seed)
-    except FileNotFoundError as error:  # ImageFolder's words for: no classes, or a class without images
-        refuse(f"--data: {error}".replace("\n", " "))
+    check_folders(root)
+    train_set, val_set = Images(root / "train", train_transform, seed), Images(root / "val", val_transform, seed)
     if train_set.classes != val_set.classes:  # labels are positions in this list
         different = sorted(set(train_set.classes) ^ set(val_set.classes))
-        refuse(f"--data: train/ and val/ in {root} have different classes: {', '.join(different)}")
+        refuse(f"--data: train/ and val/ in {root} have different classes: {some(different)} in one of them only")
     return train_set, val_set
+
+
+def check_folders(root):
+    """Refuses a data folder without train/ and val/, and says what it looks like."""
+    wanted = "wanted: digits, fake, or a folder with train/<class>/ and val/<class>/ in it"
+    if not root.exists():
+        refuse(f"--data: there is no {root}; {wanted}")
+    missing = [split for split in ("train", "val") if not (root / split).is_dir()]
+    if not root.is_dir() or missing:
+        what = f"has no folder {' and no folder '.join(missing)}" if root.is_dir() else "is a file"
+        above = root.absolute().parent
+        hint = f"; did you mean {above}?" if (above / "train").is_dir() and (above / "val").is_dir() else ""
+        refuse(f"--data: {root} {what}; {wanted}{hint}")
+
+
+def some(names):
+    """Returns the first few of the names as text."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class Images(ImageFolder):
@@ -57,11 +72,33 @@ class Images(ImageFolder):
     """
 
     def __init__(self, root, transform, seed):
+        self.hidden = []
         # ImageNet's mean and standard deviation, R G B; https://pytorch.org/vision/stable/models.html
         normalize = v2.Normalize(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
-        super().__init__(root, v2.Compose([transform, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize]))
+        transform = v2.Compose([transform, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize])
+        super().__init__(root, transform, loader=load_image, is_valid_file=self.is_image, allow_empty=True)
+        if self.hidden:
+            note(f"--data: hidden files and folders are left out: {some(self.hidden)}")
+        if empty := sorted(set(range(len(self.classes))) - set(self.targets)):
+            names = some([self.classes[label] for label in empty])
+            refuse(f"--data: no images in these folders of {root}: {names}. Wanted: {' '.join(IMG_EXTENSIONS)}")
         self.seed = seed
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by workers that are already running
+
+    def find_classes(self, directory):
+        """Returns the folders' names, sorted, and their labels: as ImageFolder's does, but without the hidden ones."""
+        folders = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+        classes = [name for name in folders if not (name.startswith(".") or name == "__MACOSX")]
+        self.hidden += [name for name in folders if name not in classes]  # .ipynb_checkpoints, a Mac's archives'
+        if not classes:
+            refuse(f"--data: no folders in {directory}; wanted: one for each class, with the images in it")
+        return classes, {name: label for label, name in enumerate(classes)}
+
+    def is_image(self, path):
+        hidden = "/." in path[len(str(self.root)) :]  # as a Mac's ._cat.jpg, which is no image
+        if hidden:
+            self.hidden.append(path)
+        return not hidden and path.lower().endswith(IMG_EXTENSIONS)
 
     def set_epoch(self, epoch):
         self.epoch.fill_(epoch)
@@ -74,6 +111,21 @@ class Images(ImageFolder):
             return super().__getitem__(index)
         finally:
             generator.set_state(state)  # this process's own random numbers go on undisturbed
+
+
+def load_image(path):
+    """Returns the image in a file, whatever its format, upright and in RGB. Raises BrokenFile, which names the file."""
+    try:
+        with Image.open(path) as image:
+            with contextlib.suppress(Exception):  # what else is in the EXIF data may be broken, and does not matter
+                ImageOps.exif_transpose(image, in_place=True)
+            if image.mode.startswith("I"):  # 16 bits of grey, all but the darkest of which convert() would make white
+                image = Image.fromarray((np.asarray(image) // 256).astype("uint8"))
+            if "transparency" in image.info:
+                image = image.convert("RGBA")
+            return image.convert("RGB")
+    except Exception as error:  # Pillow has a dozen of them
+        raise BrokenFile(f"--data: cannot read {path}: {error}") from None
 
 
 class FakeImages(Dataset):
@@ -102,8 +154,9 @@ def digits_folder():
     Source: load_digits, the test part of https://archive.ics.uci.edu/dataset/80; 8 by 8 pixels, grey levels 0 to 16.
     """
     if DIGITS.is_dir():
+        if len(list(DIGITS.glob("*/*/*.png"))) < 1797:
+            refuse(f"--data digits: files are missing from {DIGITS}: remove that folder, it will be made again")
         return DIGITS
-    from PIL import Image
     from sklearn.datasets import load_digits  # imported here: it takes a second, and is needed once
     from sklearn.model_selection import train_test_split
 
@@ -131,16 +184,3 @@ def digits_folder():
         if aside:
             shutil.rmtree(aside, ignore_errors=True)
     return DIGITS
-
-
-def refuse(message):
-    """Ends this process with status 2 and one line on stderr, which only one of a machine's processes prints.
-
-    All processes find the same fault at about the same time, and a launcher ends all of them when the first one exits:
-    the silent ones wait, so that the line is out by then.
-    """
-    if int(os.environ.get("LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", 0))) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(5)
-    sys.exit(2)

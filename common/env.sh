@@ -1,4 +1,4 @@
-# Sourced by the run.sh files and run_all.sh: which Python, how many processes, how many threads each.
+# Sourced by the run.sh files and run_all.sh: which Python, how many processes, how many threads each, and how they end.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -18,15 +18,34 @@ count_gpus() {
   fi
 }
 
+refuse() {
+  echo "error: $1" >&2
+  exit 2
+}
+
 # One process per GPU; without a GPU two, so that there is something to see.
 GPUS=$(count_gpus)
-if [ -z "${NPROC:-}" ]; then
-  if [ "$GPUS" -gt 0 ]; then NPROC=$GPUS; else NPROC=2; fi
+NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 2))}
+MAX_RESTARTS=${MAX_RESTARTS:-0}
+[[ $NPROC =~ ^[1-9][0-9]{0,3}$ ]] || refuse "NPROC: '$NPROC' is no number of processes"
+[[ $MAX_RESTARTS =~ ^[0-9]{1,4}$ ]] || refuse "MAX_RESTARTS: '$MAX_RESTARTS' is no number of restarts"
+RESUME=()
+if [ "$MAX_RESTARTS" -gt 0 ]; then
+  RESUME=(--resume)                           # a restarted script goes on from its last epoch
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or it may read addresses of dead processes: pytorch/pytorch#135712
 fi
+[ "$GPUS" = 0 ] || [ "$NPROC" -le "$GPUS" ] || refuse "NPROC: $NPROC processes, but only $GPUS GPUs, on this machine"
+case " $* " in *" --help "* | *" -h "*) NPROC=1 ;; esac # says it once
 
 # Sets the threads of each of $1 processes: an equal share of the cores. Left alone, each process would start a thread
 # per core and they would fight (torchrun's own answer, one thread each, leaves cores idle when there are few processes).
 share_cores() {
   local threads=$(($(nproc) / $1))
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+}
+
+# Becomes the launcher's supervisor: $@ is the launch command.
+supervise() {
+  [ "$1" = torchrun ] || [ "$MAX_RESTARTS" = 0 ] || refuse "MAX_RESTARTS: $1 cannot restart a job; 02 and 04 can"
+  exec python3 "$root/common/supervise.py" "$@"
 }

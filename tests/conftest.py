@@ -11,18 +11,24 @@ import sys
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+CLASSES = ["cat", "红 花"]
 METHODS = ["01_dataparallel", "02_distributed", "03_multiprocessing", "04_apex", "05_horovod"]
 
 
 def environment(**changes):
     """Returns the environment of a user who has activated the Python that runs these tests, and has no GPU."""
-    env = {name: value for name, value in os.environ.items() if name not in ("NPROC", "OMP_NUM_THREADS", "RUNS")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAX_RESTARTS", "NPROC", "OMP_NUM_THREADS", "RUNS")
+    }
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     if sys.prefix != sys.base_prefix:
         env["VIRTUAL_ENV"] = sys.prefix
@@ -43,6 +49,7 @@ def started(*command, cwd=None, **env):
         text=True,
         start_new_session=True,
     )
+    process.mark = mark
     try:
         yield process
     finally:
@@ -51,12 +58,40 @@ def started(*command, cwd=None, **env):
         process.stdout.close()
 
 
-def kill(mark):
-    """Kills all processes with this mark in their environment: torchrun's workers are not in its process group."""
+def marked(mark):
+    """Returns the ids of all processes with this mark in their environment: not all are in one process group."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if f"TEST_MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
+                found.append(int(folder.name))
+    return found
+
+
+def kill(mark):
+    for pid in marked(mark):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def ranks(run):
+    """Returns the psutil processes that train, in the order of their ranks: not launchers, not loaders' workers."""
+    scripts, spawned = {}, {}
+    for process in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            arguments = [part for part in line[1:] if not part.startswith("-")]
+            if any("spawn_main" in part for part in line):
+                spawned[process.pid] = process
+            elif arguments and Path(arguments[0]).name in ("main.py", "native.py") and "torchrun" not in line[1]:
+                scripts[process.pid] = process
+    found = {pid: process for pid, process in scripts.items() if process.ppid() not in scripts}  # no forked workers
+    if len(found) == 1 and any(process.ppid() in found for process in spawned.values()):  # 03's
+        found = {pid: process for pid, process in spawned.items() if process.ppid() in found}
+    # The launchers number them in the environment; mp.spawn starts them in their order.
+    env = {pid: process.environ() for pid, process in found.items()}
+    rank = {pid: int(env[pid].get("RANK", env[pid].get("HOROVOD_RANK", pid))) for pid in found}
+    return [found[pid] for pid in sorted(found, key=rank.get)]
 
 
 def launch(*command, timeout=120, **kwargs):
@@ -124,8 +159,8 @@ def make_images(root, train_images, val_images, classes=("cat", "dog"), size=(40
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """16 training and 7 validation JPEG files of two classes."""
-    return make_images(tmp_path_factory.mktemp("my images"), 16, 7)
+    """16 training and 7 validation JPEG files of two classes, with names that a careless script would not survive."""
+    return make_images(tmp_path_factory.mktemp("my 图 片"), 16, 7, CLASSES)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def everything(dataset):
 
 def plain_loop(epochs, steps=None):
     """What all must come to: one process, no sampler, no loader. Returns the weights and the last epoch's metrics."""
-    train_set, val_set = build_datasets("digits")
+    train_set, val_set = build_datasets("digits", 8)
     images, labels = everything(train_set)
     torch.manual_seed(0)
     model = build_model("cnn", num_classes=10).double()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import METHODS, ROOT, by_hand, launch, load, metrics, train
+from conftest import CLASSES, METHODS, ROOT, by_hand, launch, load, metrics, train
 
 # A network with batch norm and dropout, on small, augmented images.
 SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--batch-size", 8, "--workers", 2]
@@ -16,8 +16,9 @@ SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--batch-size", 8, 
 def run(request, images, tmp_path_factory):
     """A run of 4 epochs that nothing interrupts."""
     output = tmp_path_factory.mktemp(request.param) / "out put"
-    # From / and without a relative path, as a user anywhere.
-    result = train(request.param, "--data", images, *SMALL, "--epochs", 4, "--output", output, "--resume", cwd="/")
+    # From / and without a relative path, as a user anywhere, whose terminal knows no Chinese.
+    options = ["--data", images, *SMALL, "--epochs", 4, "--output", output, "--resume"]
+    result = train(request.param, *options, cwd="/", PYTHONIOENCODING="ascii")
     return request.param, output, result.output
 
 
@@ -50,7 +51,7 @@ def test_metrics_lines_are_complete(run):
 def test_checkpoint_holds_the_plain_model(run):
     _, output, _ = run
     checkpoint = load(output)
-    assert checkpoint["epoch"] == 4 and checkpoint["classes"] == ["cat", "dog"]
+    assert checkpoint["epoch"] == 4 and checkpoint["classes"] == CLASSES
     assert checkpoint["arch"] == "mobilenet_v3_small" and "--batch-size" in checkpoint["command"]
     from common.model import build_model
 

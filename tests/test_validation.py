@@ -4,7 +4,10 @@ import os
 import re
 
 import pytest
+import torch
 from conftest import ROOT, by_hand, launch, make_images, train
+
+from common.model import build_model
 
 OPTIONS = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 0]
 CLASSES = [f"class {i}" for i in range(6)]  # one more than five, for top-5
@@ -46,7 +49,8 @@ def test_seven_images_and_three_processes(method, trained):
 @pytest.mark.parametrize("method", ["02_distributed", pytest.param("05_horovod", marks=pytest.mark.full)])
 def test_one_image_and_two_processes(method, tmp_path):
     data = make_images(tmp_path / "one", 4, 1, ["only class"])
-    options = ["--data", data, *OPTIONS, "--batch-size", 4, "--evaluate"]
+    torch.save(build_model("mobilenet_v3_small", 1).state_dict(), tmp_path / "weights.pt")
+    options = ["--data", data, *OPTIONS, "--batch-size", 4, "--evaluate", "--resume", tmp_path / "weights.pt"]
     if method == "02_distributed":  # as the launcher of the article's days called the script
         script = ["--use-env", "--nproc_per_node=2", ROOT / method / "main.py", "--local_rank=0"]
         result = launch(*LAUNCHER, *script, *options, OMP_NUM_THREADS=1)
