@@ -63,7 +63,7 @@ def parse_args():
 def main():
     args = parse_args()
     check_start(args, torch.cuda.is_available(), __doc__)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nprocs)))  # share out the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.nprocs)))  # their cores
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they meet, on a free port
     try:
         mp.spawn(main_worker, nprocs=args.nprocs, args=(args.nprocs, store.port, args))  # (1) start them, and wait

@@ -532,21 +532,27 @@ def test_checkpoints_from_elsewhere(checkpoint, tmp_path):
 # All of this through the launchers
 
 
-@pytest.mark.parametrize("method", ["02_distributed", "05_horovod"])
+KINDS = {
+    "option": (["--batchsize", 32], "unrecognized arguments: --batchsize 32"),
+    "odd batch": (["--batch-size", 7], "--batch-size: must be a multiple of 2 (processes)"),
+    "large batch": (["--batch-size", 2000], "--batch-size: must be at most 1437 (images)"),
+    "data": (["--data", "/nosuch"], "--data: there is no /nosuch"),
+    "arch": (["--arch", "alexnet", "--image-size", 32], "--image-size: alexnet cannot take 32 pixels"),
+    "checkpoint": (["--resume", "/no/such.pt", "--evaluate"], "--resume: there is no file /no/such.pt"),
+    "output": (["--output", "/dev/null/output"], "--output: cannot write to /dev/null/output: Not a directory"),
+}
+FIRST = {
+    "02_distributed": ["option", "data", "checkpoint", "output"],
+    "05_horovod": ["large batch", "arch", "checkpoint"],
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--batchsize", 32], "unrecognized arguments: --batchsize 32"),
-        (["--batch-size", 7], "--batch-size: must be a multiple of 2 (processes)"),
-        (["--batch-size", 2000], "--batch-size: must be at most 1437 (images)"),
-        (["--data", "/nosuch"], "--data: there is no /nosuch"),
-        (["--arch", "alexnet", "--image-size", 32], "--image-size: alexnet cannot take 32 pixels"),
-        (["--resume", "/no/such.pt", "--evaluate"], "--resume: there is no file /no/such.pt"),
-        (["--output", "/dev/null/output"], "--output: cannot write to /dev/null/output: Not a directory"),
-    ],
-    ids=["option", "odd batch", "large batch", "data", "arch", "checkpoint", "output"],
+    ("method", "kind"),
+    [pytest.param(method, kind, marks=() if kind in FIRST[method] else FULL) for method in FIRST for kind in KINDS],
 )
-def test_through_launchers(method, options, words):
+def test_through_launchers(method, kind):
+    options, words = KINDS[kind]
     assert refused_run(method, *options).startswith(f"error: {words}")
 
 
@@ -572,12 +578,12 @@ def test_through_the_others(method, options, words):
     [
         ("torchrun --nproc_per_node=2 02_distributed/main.py --data /nosuch", 1),  # torchrun's own
         pytest.param("horovodrun --gloo -np 2 python3 05_horovod/main.py --data /nosuch", 1, marks=FULL),  # its own
-        ("python3 03_multiprocessing/main.py --data /nosuch", 2),
+        pytest.param("python3 03_multiprocessing/main.py --data /nosuch", 2, marks=FULL),
         ("python3 02_distributed/main.py", 2),
         pytest.param("python3 02_distributed/main.py --local_rank=0", 2, marks=FULL),
         pytest.param("torchrun --nproc_per_node=2 01_dataparallel/main.py", 1, marks=FULL),
         pytest.param("torchrun --nproc_per_node=2 03_multiprocessing/main.py", 1, marks=FULL),
-        ("torchrun --nproc_per_node=2 05_horovod/main.py", 1),
+        pytest.param("torchrun --nproc_per_node=2 05_horovod/main.py", 1, marks=FULL),
         pytest.param("torchrun 02_distributed/main.py --nproc_per_node 2", 1, marks=FULL),
         pytest.param("horovodrun --gloo -np 2 python3 02_distributed/main.py", 1, marks=FULL),
     ],
@@ -663,3 +669,30 @@ def test_descriptors_do_not_pile_up(method, tmp_path):
                 if int(match[1]) == 20:
                     break
     assert abs(counts[20] - counts[5]) <= 3, counts
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arch", "size"), [("inception_v3", 75), ("googlenet", 15), ("alexnet", 63), ("squeezenet1_1", 17)]
+)
+def test_networks_with_side_outputs_or_a_least_size(arch, size, images, tmp_path):
+    """Train under DDP at the size that check_model names: no parameter is without gradient, nothing returns a tuple."""
+    options = ["--data", images, "--arch", arch, "--image-size", size, "--batch-size", 8, "--workers", 0]
+    train("02_distributed", *options, "--epochs", 1, "--max-steps", 2, "--lr", 1e-4, "--output", tmp_path)
+    assert load(tmp_path)["arch"] == arch
+
+
+@pytest.mark.full
+def test_threads_of_03_without_run_sh(tmp_path):
+    """Its processes share the cores, which each of them would take for itself."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys\n"
+        "torch = sys.modules.get\n"
+        "atexit.register(lambda: torch('torch') and print('threads:', torch('torch').get_num_threads()))\n"
+    )
+    options = ["--workers", 0, "--max-steps", 1, "--epochs", 1, "--output", tmp_path / "o"]
+    cores = len(os.sched_getaffinity(0))
+    result = launch(
+        "python3", ROOT / "03_multiprocessing" / "main.py", "--nprocs", cores, *options, PYTHONPATH=tmp_path
+    )
+    assert result.returncode == 0 and result.output.count("threads: 1\n") == cores, result.output

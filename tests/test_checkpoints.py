@@ -111,6 +111,16 @@ def output(tmp_path_factory):
     return folder
 
 
+def test_the_best_so_far_counts_after_resuming(tmp_path):
+    """Where an earlier epoch was better than any later one can be, best.pt stays that epoch's."""
+    train("01_dataparallel", *TINY, "--epochs", 1, "--output", tmp_path)
+    torch.save(load(tmp_path) | {"best_top1": 100.5}, tmp_path / "last.pt")
+    before = (tmp_path / "best.pt").read_bytes()
+    train("02_distributed", *TINY, "--epochs", 2, "--output", tmp_path, "--resume")
+    assert (tmp_path / "best.pt").read_bytes() == before
+    assert load(tmp_path)["best_top1"] == 100.5 and load(tmp_path)["epoch"] == 2
+
+
 # In all scripts it is the same function: see above.
 @pytest.mark.parametrize("method", ["02_distributed", pytest.param("05_horovod", marks=pytest.mark.full)])
 def test_full_disk(method, output):
