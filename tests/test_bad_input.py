@@ -374,6 +374,7 @@ def refused_run(method, *options, **env):
     return line
 
 
+@pytest.mark.full
 def test_broken_digits(checkout, refused, monkeypatch):
     """A half-written cache, which ours never is: someone has removed files from it."""
     build = "import sys; sys.path.insert(0, '.'); from common.data import digits_folder; digits_folder()"

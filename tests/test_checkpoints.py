@@ -111,6 +111,7 @@ def output(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_the_best_so_far_counts_after_resuming(tmp_path):
     """Where an earlier epoch was better than any later one can be, best.pt stays that epoch's."""
     train("01_dataparallel", *TINY, "--epochs", 1, "--output", tmp_path)

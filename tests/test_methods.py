@@ -87,6 +87,10 @@ def flatten(state):
         yield state
 
 
+HERE = [*METHODS[:2], *[pytest.param(method, marks=pytest.mark.full) for method in METHODS[2:]]]
+
+
+@pytest.mark.parametrize("run", HERE, indirect=True)
 def test_stopped_and_resumed_is_the_same_to_the_bit(run, images, tmp_path):
     """2 epochs, started by the script's own launch command, the first in its docstring; then 2 more by run.sh."""
     method, output, _ = run

@@ -20,6 +20,7 @@ def all_five(tmp_path_factory):
     return runs, launch("bash", ROOT / "run_all.sh", "--workers", 0, cwd="/", RUNS=runs, timeout=240)
 
 
+@pytest.mark.full
 def test_five_methods_and_their_comparison(all_five, tmp_path):
     """In float32 and with the default recipe, the methods end within 1e-3 of each other and equally accurate."""
     runs, result = all_five
@@ -47,6 +48,7 @@ def test_native_without_amp_agrees_too(all_five, tmp_path):
     assert one["history"][-1]["top1"] == pytest.approx(other["history"][-1]["top1"], abs=0.1)
 
 
+@pytest.mark.full
 def test_without_horovod_the_other_four_run(all_five, checkout, tmp_path):
     """Where Horovod has to be rebuilt, being for another PyTorch, and cannot be: CMake and the like are missing.
 

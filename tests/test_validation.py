@@ -32,7 +32,10 @@ def figures(text):
 LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--standalone"]  # the article's, torchrun's forerunner
 
 
-@pytest.mark.parametrize("method", ["01_dataparallel", "02_distributed", "03_multiprocessing", "04_apex", "05_horovod"])
+FULL = [pytest.param(method, marks=pytest.mark.full) for method in ("03_multiprocessing", "04_apex")]
+
+
+@pytest.mark.parametrize("method", ["01_dataparallel", "02_distributed", *FULL, "05_horovod"])
 def test_seven_images_and_three_processes(method, trained):
     """Shares of 3, 2 and 2 images in batches of 2: the last ones are of one image, or there is none."""
     data, output = trained
