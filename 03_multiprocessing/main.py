@@ -140,7 +140,7 @@ def main_worker(local_rank, nprocs, port, args):
         result["seconds"] = time.perf_counter() - start
         scheduler.step()
         finite = math.isfinite(result["train_loss"] + result["val_loss"])
-        require(finite, f"the loss of epoch {epoch + 1} is not finite: not saved. Try an --lr below {args.lr}")
+        require(finite, f"the loss of epoch {epoch + 1} is not finite: not saved. Start afresh with a lower --lr")
         if rank == 0:
             line = "epoch {epoch}  train loss {train_loss:.4f}  val loss {val_loss:.4f}  top-1 {top1:.2f} %"
             print((line + "  top-5 {top5:.2f} %  {images_per_second:.0f} images/s").format(**result), flush=True)

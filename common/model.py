@@ -67,7 +67,8 @@ def check_model(args, batch_size):
             refuse(f"--batch-size: {args.arch} has batch norm, which needs two images or more per process to train")
         nearest = sorted(range(1, 601), key=lambda size: abs(size - args.image_size))
         fitting = next((size for size in nearest if not problem(max(2, batch_size), size)), None)
-        refuse(f"--image-size: {args.arch} cannot take {args.image_size} pixels, but it can {fitting} ({reason})")
+        hint = f", but it can {fitting}" if fitting else ""
+        refuse(f"--image-size: {args.arch} cannot take {args.image_size} pixels{hint} ({reason})")
 
 
 def read_checkpoint(args, parts, classes):
@@ -93,7 +94,8 @@ def read_checkpoint(args, parts, classes):
         return f"--resume: {path} is truncated, no checkpoint, or one with code inside, which is not run ({reason})"
     if (arch := checkpoint.get("arch", args.arch)) != args.arch:
         return f"--resume: {path} is of --arch {arch}, not {args.arch}"
-    if (stored := checkpoint.get("classes", classes)) != classes:
+    stored = checkpoint.get("classes")
+    if isinstance(stored, list) and stored != classes:  # another project's may mean something else by that name
         different = ", ".join(sorted(set(stored) ^ set(classes))[:5])
         return f"--resume: {path} has {len(stored)} classes, the data {len(classes)}; in one only: {different}, ..."
     own = {name: tuple(weight.shape) for name, weight in parts["model"].state_dict().items()}
