@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -72,16 +73,22 @@ def one_line_errors(main):
     def wrapper(*args):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the terminal has not
         try:
-            return main(*args)
+            try:
+                return main(*args)
+            finally:  # on the way out, a second Ctrl-C or the end of a loader's worker is no news
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         except BrokenFile as error:  # from a worker, it comes with the worker's traceback
             refuse(str(error).strip().split(f"{BrokenFile.__name__}: ")[-1], alone=True)
         except KeyboardInterrupt:
             if local_rank() == 0:
                 print("stopped: --resume goes on from the last finished epoch", file=sys.stderr, flush=True)
             sys.exit(130)
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionResetError, ConnectionRefusedError, EOFError) as error:
             reason = str(error).strip().partition("\n")[0].partition(". ")[0]  # its first sentence
-            if "DataLoader worker" not in reason:  # which has been killed
+            if not isinstance(error, RuntimeError):
+                reason = f"DataLoader worker is gone ({reason or type(error).__name__})"
+            elif "DataLoader worker" not in reason:  # which has been killed
                 if not is_loss_of_contact(error):
                     raise
                 reason = f"another process is gone, or did not answer within --timeout ({reason})"
