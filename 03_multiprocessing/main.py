@@ -1,9 +1,10 @@
 """Method 3: torch.multiprocessing. As method 2, but the script itself starts its processes; there is no launcher.
 
-mp.spawn starts a fresh Python for every process, on this machine, and calls main_worker(local_rank, ...) in it. What a
+mp.spawn starts a fresh Python for every process of this machine, and calls main_worker(local_rank, ...) in it. What a
 launcher puts into the environment, the address to meet at, the rank, their number, is passed on by hand.
 
     python3 03_multiprocessing/main.py --nprocs 2
+    python3 03_multiprocessing/main.py --nprocs 4 --world-size 2 --rank 0 --dist-url tcp://HOST0:29500  # two machines
 """
 
 import argparse
@@ -20,13 +21,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for common/
 from common.data import build_datasets
-from common.errors import check_start, number, one_line_errors, refuse, require
+from common.errors import address, check_start, number, one_line_errors, refuse, require
 from common.model import build_model, check_model, read_checkpoint
 
 
@@ -53,6 +53,9 @@ def parse_args():
     add("--timeout", type=number(1), default=600, help="seconds to wait for another process before giving up")
     add("--backend", choices=["gloo", "nccl"][: 1 + torch.cuda.is_available()], help="default: nccl with GPUs")
     add("--nprocs", type=number(1), default=torch.cuda.device_count() or 2, help="default: one per GPU, or 2")
+    add("--world-size", type=number(1), default=1, help="machines, as in pytorch/examples")
+    add("--rank", type=number(0), default=0, help="which of the machines this is")
+    add("--dist-url", type=address, default="tcp://127.0.0.1:0", help="of the first machine, with a port that is free")
     args = parser.parse_args()
     args.arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")
     args.image_size = args.image_size or (8 if args.data == "digits" else 224)
@@ -64,25 +67,22 @@ def main():
     args = parse_args()
     check_start(args, torch.cuda.is_available(), __doc__)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.nprocs)))  # their cores
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they meet, on a free port
-    try:
-        mp.spawn(main_worker, nprocs=args.nprocs, args=(args.nprocs, store.port, args))  # (1) start them, and wait
-    except mp.ProcessExitedException as error:
-        sys.exit(2 if error.exit_code == 2 else f"error: {error}")  # 2: that process has said why
+    store = dist.TCPStore(*args.dist_url, None, args.rank == 0, timedelta(seconds=args.timeout), wait_for_workers=False)
+    mp.spawn(main_worker, nprocs=args.nprocs, args=(store.port, args))  # (1) start them, to meet at the store, and wait
 
 
 @one_line_errors
-def main_worker(local_rank, nprocs, port, args):
+def main_worker(local_rank, port, args):
     args.dtype = getattr(torch, args.dtype)
     os.environ["LOCAL_RANK"] = str(local_rank)  # as a launcher does
     mp.set_start_method("fork", force=True)  # a spawned process would spawn its loaders' workers too, which is slow
 
     # The processes' group and this process's device
     cuda = torch.cuda.is_available()
-    group = {"store": dist.TCPStore("127.0.0.1", port), "world_size": nprocs, "rank": local_rank}
+    rank, world_size = args.rank * args.nprocs + local_rank, args.world_size * args.nprocs
+    group = {"store": dist.TCPStore(args.dist_url[0], port), "rank": rank, "world_size": world_size}
     backend = args.backend or ("nccl" if cuda else "gloo")
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), **group)  # (2) wait for all of them
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)  # (3) one GPU per process

@@ -3,8 +3,11 @@
 #
 #     bash 03_multiprocessing/run.sh [options of main.py]
 #     NPROC=4 bash 03_multiprocessing/run.sh            # four processes
+#     NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST0 MASTER_PORT=29500 bash 03_multiprocessing/run.sh  # on HOST0; NODE_RANK=1 on HOST1
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
 share_cores "$NPROC"
-supervise python3 "$here/main.py" --nprocs "$NPROC" "$@"
+machines=()
+[ "$NNODES" = 1 ] || machines=(--world-size "$NNODES" --rank "$NODE_RANK" --dist-url "tcp://$MASTER_ADDR:$MASTER_PORT")
+supervise python3 "$here/main.py" --nprocs "$NPROC" "${machines[@]}" "$@"

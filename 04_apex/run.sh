@@ -4,6 +4,7 @@
 #     bash 04_apex/run.sh [options of main.py or native.py]
 #     NPROC=4 bash 04_apex/run.sh                       # four processes
 #     MAX_RESTARTS=3 bash 04_apex/run.sh            # with --resume: go on up to three times after a crash
+#     NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST0 MASTER_PORT=29500 bash 04_apex/run.sh      # on HOST0; NODE_RANK=1 on HOST1
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
@@ -28,4 +29,5 @@ if [ -n "$why" ]; then
   echo "04_apex: $why: running native.py, PyTorch's own mixed precision, in its place" >&2
   script=native.py
 fi
-supervise torchrun --standalone --nproc_per_node="$NPROC" --max-restarts="$MAX_RESTARTS" "$here/$script" "${RESUME[@]}" "$@"
+choose_rendezvous
+supervise torchrun "${RENDEZVOUS[@]}" --nproc_per_node="$NPROC" --max-restarts="$MAX_RESTARTS" "$here/$script" "${RESUME[@]}" "$@"

@@ -19,8 +19,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Subset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for common/

@@ -3,8 +3,14 @@
 #
 #     bash 05_horovod/run.sh [options of main.py]
 #     NPROC=4 bash 05_horovod/run.sh                    # four processes
+#     HOSTS=HOST0:4,HOST1:4 bash 05_horovod/run.sh      # four on each of two machines, from the first of them, by ssh
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
-share_cores "$NPROC"
-supervise horovodrun --gloo -np "$NPROC" -H "localhost:$NPROC" python3 "$here/main.py" "$@"
+[ "$NNODES" = 1 ] || refuse "NNODES: horovodrun starts the processes of all machines from the first one: HOSTS=HOST0:4,HOST1:4"
+HOSTS=${HOSTS:-localhost:$NPROC}
+[[ $HOSTS =~ ^[^:,\ ]+:[1-9][0-9]*(,[^:,\ ]+:[1-9][0-9]*)*$ ]] ||
+  refuse "HOSTS: '$HOSTS' is no list of machines and their numbers of processes, such as HOST0:4,HOST1:4"
+slots=$(grep -o ':[0-9]*' <<<"$HOSTS" | tr -d :)
+share_cores "$(sort -n <<<"$slots" | tail -n 1)"
+supervise horovodrun --gloo -np "$(($(paste -sd+ <<<"$slots")))" -H "$HOSTS" "$(command -v python3)" "$here/main.py" "$@"

@@ -23,12 +23,25 @@ refuse() {
   exit 2
 }
 
-# One process per GPU; without a GPU two, so that there is something to see.
+# One process per GPU; without a GPU two, so that there is something to see. NPROC is that of each machine.
 GPUS=$(count_gpus)
 NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 2))}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
+# The machines: how many (2, or from 1 to 2: 1:2), which of them this one is (0 is the first), and where to meet: the
+# first one's name or address, and a port that is free there.
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
+MASTER_PORT=${MASTER_PORT:-29500}
 [[ $NPROC =~ ^[1-9][0-9]{0,3}$ ]] || refuse "NPROC: '$NPROC' is no number of processes"
 [[ $MAX_RESTARTS =~ ^[0-9]{1,4}$ ]] || refuse "MAX_RESTARTS: '$MAX_RESTARTS' is no number of restarts"
+[[ $NNODES =~ ^([1-9][0-9]{0,3}:)?[1-9][0-9]{0,3}$ && ${NNODES%:*} -le ${NNODES#*:} ]] ||
+  refuse "NNODES: '$NNODES' is no number of machines, such as 2, or 1:2 for one or two"
+[[ $NODE_RANK =~ ^[0-9]{1,4}$ && $NODE_RANK -lt ${NNODES#*:} ]] ||
+  refuse "NODE_RANK: '$NODE_RANK' is none of 0 to $((${NNODES#*:} - 1)), with NNODES=$NNODES"
+[[ $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ && $MASTER_PORT -le 65535 ]] || refuse "MASTER_PORT: '$MASTER_PORT' is no port"
+[[ $NNODES = 1 || ! $MASTER_ADDR =~ ^(127\..*|localhost|)$ ]] ||
+  refuse "MASTER_ADDR: with NNODES=$NNODES, the first machine's name or address, which all machines can reach"
 RESUME=()
 if [ "$MAX_RESTARTS" -gt 0 ]; then
   RESUME=(--resume)                           # a restarted script goes on from its last epoch
@@ -40,8 +53,21 @@ case " $* " in *" --help "* | *" -h "*) NPROC=1 ;; esac # says it once
 # Sets the threads of each of $1 processes: an equal share of the cores. Left alone, each process would start a thread
 # per core and they would fight (torchrun's own answer, one thread each, leaves cores idle when there are few processes).
 share_cores() {
-  local threads=$(($(nproc) / $1))
+  local cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
+  local threads=$((cores / $1))
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+}
+
+# Sets RENDEZVOUS, torchrun's options for where its processes meet: on one machine on a free port. On several machines
+# NODE_RANK numbers them, unless they may come and go: then the ranks are dealt out anew each time (c10d).
+choose_rendezvous() {
+  RENDEZVOUS=(--standalone)
+  [ "$NNODES" = 1 ] && return
+  RENDEZVOUS=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT")
+  if [[ $NNODES = *:* || $MAX_RESTARTS -gt 0 ]]; then
+    RENDEZVOUS=(--nnodes="$NNODES" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="$MASTER_PORT"
+      --rdzv_conf=last_call_timeout=15) # for more machines than the least number; later ones are taken in by a restart
+  fi
 }
 
 # Becomes the launcher's supervisor: $@ is the launch command.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 
 class BrokenFile(Exception):
@@ -44,11 +45,16 @@ def require(condition, message):
         refuse(message)
 
 
+def supervised():
+    """Returns whether this process has a supervise.py on this machine."""
+    return "REFUSAL_FILE" in os.environ and Path(os.environ["REFUSAL_FILE"]).parent.is_dir()
+
+
 def hand_over(line):
-    """Returns whether there is a supervise.py on this machine, and leaves it the line, unless another has been left."""
-    file = os.environ.get("REFUSAL_FILE")
-    if not file or not Path(file).parent.is_dir():
+    """Leaves supervise.py the line, unless another has been left; returns whether there is one."""
+    if not supervised():
         return False
+    file = os.environ["REFUSAL_FILE"]
     aside = Path(f"{file}.{os.getpid()}")
     aside.write_text(line, encoding="utf-8", errors="backslashreplace")
     with contextlib.suppress(FileExistsError):
@@ -84,8 +90,11 @@ def one_line_errors(main):
             if local_rank() == 0:
                 print("stopped: --resume goes on from the last finished epoch", file=sys.stderr, flush=True)
             sys.exit(130)
+        except mp.ProcessExitedException as error:  # that process has said why, if it could
+            sys.exit(2 if error.exit_code == 2 else f"error: {error}")
         except (RuntimeError, ConnectionResetError, ConnectionRefusedError, EOFError) as error:
             reason = str(error).strip().partition("\n")[0].partition(". ")[0]  # its first sentence
+            require("EADDRINUSE" not in str(error), f"the port to meet at is taken: {reason}")
             if not isinstance(error, RuntimeError):
                 reason = f"DataLoader worker is gone ({reason or type(error).__name__})"
             elif "DataLoader worker" not in reason:  # which has been killed
@@ -94,6 +103,8 @@ def one_line_errors(main):
                 reason = f"another process is gone, or did not answer within --timeout ({reason})"
             rank = os.environ.get("RANK", os.environ.get("HOROVOD_RANK", local_rank()))
             print(f"error: process {rank}: {reason}", file=sys.stderr, flush=True)
+            if supervised():
+                Path(os.environ["REFUSAL_FILE"]).with_name("failure").touch()
             sys.exit(1)
 
     return wrapper
@@ -122,20 +133,31 @@ def number(low, high=math.inf):
     return parse
 
 
+def address(url):
+    """A type for argparse: returns the host and the port of tcp://HOST:PORT."""
+    found = re.fullmatch(r"tcp://(\[.+\]|[^:/\[\]]+):(\d{1,5})", url)
+    if not found or int(found[2]) > 65535:
+        raise argparse.ArgumentTypeError(f"{url!r} is not of the form tcp://HOST:PORT")
+    return found[1].strip("[]"), int(found[2])
+
+
 def check_start(args, cuda, docstring):
     """Refuses what can be seen before the processes meet: from then on one that ends would leave the others waiting.
 
     args: the script's options. cuda: whether each process is to have a GPU. docstring: the script's, for its launcher.
     """
     check_launcher(docstring)
+    if hasattr(args, "world_size"):  # numbers of machines, not of processes; torchrun checks its own
+        require(args.rank < args.world_size, f"--rank: must be less than {args.world_size} (--world-size)")
+        require(args.world_size == 1 or args.dist_url[1] > 0, "--dist-url: must be that of the first of the machines")
     processes = getattr(args, "nprocs", os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("HOROVOD_LOCAL_SIZE", 1)))
     gpus = torch.cuda.device_count()
     require(not cuda or int(processes) <= gpus, f"{processes} processes, but only {gpus} GPUs, on this machine")
     if args.evaluate:
         weights = args.resume is not None or args.pretrained
         require(weights, "--evaluate: of which weights? Add --resume, --resume FILE or --pretrained")
-    elif int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", 0))) == 0:  # the one that writes
-        check_output(args.output)
+    elif int(getattr(args, "rank", os.environ.get("RANK", os.environ.get("HOROVOD_RANK", 0)))) == 0:
+        check_output(args.output)  # this one writes
 
 
 def check_launcher(docstring):

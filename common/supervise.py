@@ -4,6 +4,8 @@
 
 - Wrong input (refuse() in errors.py) is said once, and the status is 2; the launcher's report about it is not shown.
 - Ctrl-C, SIGTERM and SIGHUP end all of the job's processes, and one line says how to go on.
+- A launcher that stays when its processes have failed and are gone is ended: torchrun would wait for minutes where it
+  cannot reach the machine that all meet at.
 - However the job ends, none of its processes and none of its temporary files stay behind.
 """
 
@@ -15,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 try:
@@ -23,6 +26,7 @@ except ImportError:
     sys.exit("error: psutil is missing in this environment: bash run_all.sh sets one up, or pip install psutil")
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <linux/prctl.h>
+PATIENCE = 45  # seconds; torchrun takes up to 30 to start again without a machine that is gone (choose_rendezvous)
 prctl = ctypes.CDLL(None).prctl
 
 
@@ -43,16 +47,21 @@ def main(command):
     # The loaders' workers make sockets in it, whose paths may have 107 letters, some 45 of which are added.
     above = None if len(tempfile.gettempdir()) < 60 else "/tmp"
     with tempfile.TemporaryDirectory(prefix="job.", dir=above) as folder:
-        refusal, stop = Path(folder, "refusal"), None
+        refusal, failure, stop = Path(folder, "refusal"), Path(folder, "failure"), None
         env = os.environ | {"TMPDIR": folder, "REFUSAL_FILE": str(refusal)}
         # What the killed have left is cleared away by multiprocessing's tracker, which need not warn of it.
         quiet = "ignore:resource_tracker:UserWarning"
         env["PYTHONWARNINGS"] = f"{env['PYTHONWARNINGS']},{quiet}" if env.get("PYTHONWARNINGS") else quiet
         # In a session of its own: a terminal's Ctrl-C comes to this process only.
         launcher = subprocess.Popen(command, env=env, preexec_fn=prepare, start_new_session=True)
-        while launcher.poll() is None and not stop and not refusal.exists():
+        last_seen, lost = time.monotonic(), False
+        while launcher.poll() is None and not stop and not lost and not refusal.exists():
             got = signal.sigtimedwait(stops | {signal.SIGCHLD}, 0.1)
             stop = got.si_signo if got and got.si_signo in stops else None
+            if time.monotonic() > last_seen + 2:  # not always: on a large machine looking takes a while
+                if psutil.Process().children(recursive=True)[1:] or not failure.exists():
+                    last_seen = time.monotonic()
+                lost = time.monotonic() > last_seen + PATIENCE
         end(launcher)
         error = refusal.read_text(encoding="utf-8") if refusal.exists() else None
 
@@ -64,6 +73,9 @@ def main(command):
         signal.signal(stop, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {stop})
         os.kill(os.getpid(), stop)  # ends as one that was stopped, so that a script which waits for it stops too
+    if lost:
+        print(f"error: {command[0]}'s processes are gone, and it waits for another machine: is one lost?", file=sys.stderr)
+        return 1
     if launcher.returncode < 0:
         print(f"error: {command[0]} was ended by {signal.Signals(-launcher.returncode).name}", file=sys.stderr)
         return 128 - launcher.returncode

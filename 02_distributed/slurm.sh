@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Trains with torch.distributed under Slurm. Edit the head; then, in the repository's folder, which all nodes must share:
+#
+#     sbatch 02_distributed/slurm.sh [options of main.py]
+#
+# A job that is preempted, loses a node or comes to its time limit is queued again, and goes on from its last finished
+# epoch; so give each job an --output of its own, in a folder that all nodes share.
+#SBATCH --job-name=distributed
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+#
+# To use one of these, remove its first #:
+##SBATCH --gpus-per-node=4
+##SBATCH --cpus-per-task=32
+##SBATCH --partition=gpu
+#
+# These make it go on by itself:
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+#SBATCH --open-mode=append
+set -euo pipefail
+root=${SLURM_SUBMIT_DIR:?is not set: submit this with sbatch}
+source "$root/common/env.sh" # NPROC: the node's GPUs; MAX_RESTARTS
+share_cores "$NPROC"
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it over itself
+
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # another one for each job
+
+# A minute before the time limit. Requeueing ends the job's processes.
+requeued=
+trap 'requeued=1; echo "out of time: requeueing job $SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"' USR1
+
+# In the background, so that bash answers the signal while it waits.
+srun --kill-on-bad-exit=1 python3 "$root/common/supervise.py" \
+  torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$NPROC" --max-restarts="$MAX_RESTARTS" \
+  --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="$SLURM_JOB_ID" \
+  "$root/02_distributed/main.py" --resume "$@" &
+status=0
+wait "$!" || status=$?
+[ -z "$requeued" ] || wait "$!"
+exit "$status"
