@@ -43,7 +43,7 @@ MASTER_PORT=${MASTER_PORT:-29500}
 [[ $NNODES = 1 || ! $MASTER_ADDR =~ ^(127\..*|localhost|)$ ]] ||
   refuse "MASTER_ADDR: with NNODES=$NNODES, the first machine's name or address, which all machines can reach"
 RESUME=()
-if [ "$MAX_RESTARTS" -gt 0 ]; then
+if [[ $MAX_RESTARTS -gt 0 || $NNODES = *:* ]]; then
   RESUME=(--resume)                           # a restarted script goes on from its last epoch
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or it may read addresses of dead processes: pytorch/pytorch#135712
 fi

@@ -59,7 +59,7 @@ def main(command):
             got = signal.sigtimedwait(stops | {signal.SIGCHLD}, 0.1)
             stop = got.si_signo if got and got.si_signo in stops else None
             if time.monotonic() > last_seen + 2:  # not always: on a large machine looking takes a while
-                if psutil.Process().children(recursive=True)[1:] or not failure.exists():
+                if at_work(launcher) or not failure.exists():
                     last_seen = time.monotonic()
                 lost = time.monotonic() > last_seen + PATIENCE
         end(launcher)
@@ -74,12 +74,21 @@ def main(command):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {stop})
         os.kill(os.getpid(), stop)  # ends as one that was stopped, so that a script which waits for it stops too
     if lost:
-        print(f"error: {command[0]}'s processes are gone, and it waits for another machine: is one lost?", file=sys.stderr)
+        print(f"error: {command[0]}'s processes failed, and it waits for another machine", file=sys.stderr)
         return 1
     if launcher.returncode < 0:
         print(f"error: {command[0]} was ended by {signal.Signals(-launcher.returncode).name}", file=sys.stderr)
         return 128 - launcher.returncode
     return launcher.returncode
+
+
+def at_work(launcher):
+    """Returns whether the launcher has a process left; one that has ended and that it does not ask after is none."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.pid != launcher.pid and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def end(launcher):

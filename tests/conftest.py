@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -28,6 +30,7 @@ def environment(**changes):
         name: value
         for name, value in os.environ.items()
         if name not in ("MAX_RESTARTS", "NPROC", "OMP_NUM_THREADS", "RUNS")
+        and name not in ("HOSTS", "MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK")
     }
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     if sys.prefix != sys.base_prefix:
@@ -106,6 +109,37 @@ def train(method, *options, nproc=2, **kwargs):
     result = launch("bash", ROOT / method / "run.sh", *options, NPROC=nproc, **kwargs)
     assert result.returncode == 0, result.output
     return result
+
+
+def wait_for(run, words):
+    """Reads what a run prints until there is a line with these words; returns the text."""
+    text = ""
+    for line in run.stdout:
+        text += line
+        if words in line:
+            return text
+    raise AssertionError(f"it ended before it said {words!r}:\n{text}")
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return result
+
+
+def ended(run, seconds):
+    """Waits for a run's end, and returns what it printed from now on. It may not leave a process."""
+    late = threading.Timer(seconds, lambda: [os.kill(pid, signal.SIGKILL) for pid in marked(run.mark)])
+    late.start()
+    text = run.stdout.read()  # to the end: until the last process has closed it
+    run.wait()
+    on_time = late.is_alive()
+    late.cancel()
+    assert on_time, f"not all ended within {seconds} s: {text}"
+    wait_until(lambda: not marked(run.mark), seconds=5)
+    return text
 
 
 def free_port():

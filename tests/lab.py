@@ -10,11 +10,10 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 import uuid
 from pathlib import Path
 
-from conftest import kill
+from conftest import kill, wait_until
 
 HOSTS = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
 NEEDED = {
@@ -45,8 +44,8 @@ def missing():
 
 def run(*command):
     command = [str(part) for part in command]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"PATH": SBIN})
-    assert done.returncode == 0, f"{command}: {done.stdout}"
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": SBIN})
+    assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
 
 
@@ -58,7 +57,10 @@ class Lab:
         self.mark = str(uuid.uuid4())
         self.services = []
         self.namespaces = {host: f"{host}-{os.getpid()}-{self.mark[:4]}" for host in HOSTS}
-        self.etc = {host: Path("/etc/netns", name) for host, name in self.namespaces.items()}  # `ip netns exec` mounts it
+        # `ip netns exec` mounts each of these folders' files and folders over /etc's.
+        self.etc = {
+            host: Path("/etc/netns", name) for host, name in self.namespaces.items()
+        }  # `ip netns exec` mounts it
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
@@ -108,9 +110,9 @@ class Lab:
         """Starts a service, which the lab ends with itself."""
         command = [str(part) for part in self.on(host, *command)]
         env = os.environ | {"PATH": SBIN, "TEST_MARK": self.mark} | env
-        log = self.stack.enter_context(open(self.folder / "services.log", "a"))
-        options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-        self.services.append(subprocess.Popen(command, env=env, **options))
+        with open(self.folder / "services.log", "a") as log:
+            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            self.services.append(subprocess.Popen(command, env=env, **options))
 
     def start_sshd(self):
         """Root can log in from any host to any, by a key of this lab's."""
@@ -125,7 +127,7 @@ class Lab:
             client = f"Host *\n IdentityFile {keys}/key\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n"
             (self.etc[host] / "ssh" / "ssh_config").write_text(client + " LogLevel ERROR\n")
             self.serve(host, "/usr/sbin/sshd", "-D", "-e", "-f", keys / "sshd_config")
-        self.wait_until(lambda: all(self.answers("hosta", "ssh", host, "true") for host in HOSTS))
+        wait_until(lambda: all(self.answers("hosta", "ssh", host, "true") for host in HOSTS))
 
     def start_slurm(self):
         """Returns the environment of its commands, which work on hosta."""
@@ -164,12 +166,12 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         munge = ["--key-file", slurm / "munge" / "key", "--socket", socket, "--seed-file", slurm / "munge" / "seed"]
         munge += ["--pid-file", slurm / "run" / "munged.pid", "--log-file", slurm / "munge" / "log"]
         self.serve(host, "munged", "--foreground", "--force", *munge)
-        self.wait_until(socket.exists)
+        wait_until(socket.exists)
         env = {"SLURM_CONF": str(slurm / "slurm.conf")}
         self.serve(host, "slurmctld", "-D", **env)
         for name in HOSTS:
             self.serve(name, "slurmd", "-D", "-N", name, **env)
-        self.wait_until(lambda: self.answers(host, "sinfo", "-h", "-t", "idle", "-o", "%D", **env) == "2")
+        wait_until(lambda: self.answers(host, "sinfo", "-h", "-t", "idle", "-o", "%D", **env) == "2")
         return env
 
     def answers(self, host, *command, **env):
@@ -177,10 +179,3 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         env = os.environ | {"PATH": SBIN} | env
         done = subprocess.run(self.on(host, *command), env=env, capture_output=True, text=True, timeout=60)
         return done.returncode == 0 and (done.stdout.strip() or True)
-
-    def wait_until(self, condition, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not (result := condition()):
-            assert time.monotonic() < deadline, (self.folder / "services.log").read_text()[-3000:]
-            time.sleep(0.1)
-        return result

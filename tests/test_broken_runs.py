@@ -8,12 +8,23 @@ import contextlib
 import os
 import signal
 import tempfile
-import threading
-import time
 
 import pytest
 import torch
-from conftest import METHODS, ROOT, launch, load, marked, metrics, ranks, started, train
+from conftest import (
+    METHODS,
+    ROOT,
+    ended,
+    launch,
+    load,
+    marked,
+    metrics,
+    ranks,
+    started,
+    train,
+    wait_for,
+    wait_until,
+)
 
 FAULTS = ROOT / "tests" / "stand_ins" / "faults"
 FULL = pytest.mark.full
@@ -34,37 +45,6 @@ def running(method, folder, *options, **env):
         with started(*command, *ENDLESS, "--output", folder / "out", *options, **env) as run:
             yield run
         assert os.listdir(temporary) == [] or run.returncode == -signal.SIGKILL or command[0] != "bash"
-
-
-def wait_for(run, words):
-    """Reads what a run prints until there is a line with these words; returns the text."""
-    text = ""
-    for line in run.stdout:
-        text += line
-        if words in line:
-            return text
-    raise AssertionError(f"it ended before it said {words!r}:\n{text}")
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return result
-
-
-def ended(run, seconds):
-    """Waits for a run's end, and returns what it printed from now on. It may not leave a process."""
-    late = threading.Timer(seconds, lambda: [os.kill(pid, signal.SIGKILL) for pid in marked(run.mark)])
-    late.start()
-    text = run.stdout.read()  # to the end: until the last process has closed it
-    run.wait()
-    on_time = late.is_alive()
-    late.cancel()
-    assert on_time, f"not all ended within {seconds} s: {text}"
-    wait_until(lambda: not marked(run.mark), seconds=5)
-    return text
 
 
 # What breaks by itself
