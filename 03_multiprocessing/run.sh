@@ -8,6 +8,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/env.sh"
 share_cores "$NPROC"
+[[ $NNODES != *:* ]] || refuse "NNODES: 03 takes one number: nobody restarts its processes when machines come and go"
 machines=()
 [ "$NNODES" = 1 ] || machines=(--world-size "$NNODES" --rank "$NODE_RANK" --dist-url "tcp://$MASTER_ADDR:$MASTER_PORT")
 supervise python3 "$here/main.py" --nprocs "$NPROC" "${machines[@]}" "$@"

@@ -8,11 +8,11 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import uuid
 from pathlib import Path
 
+import psutil
 from conftest import kill, wait_until
 
 HOSTS = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
@@ -85,8 +85,9 @@ class Lab:
     def clear(self):
         kill(self.mark)
         for service in self.services:  # sshd writes over its environment, and so over the mark
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(service.pid, signal.SIGKILL)
+            for process in [*psutil.Process(service.pid).children(recursive=True), service]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             service.wait()
         for host, name in self.namespaces.items():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, env=os.environ | {"PATH": SBIN})

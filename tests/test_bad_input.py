@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import zipfile
@@ -111,6 +112,10 @@ def test_options_of_some_scripts(parse, refused):
             assert "argument --backend: invalid choice: 'nccl'" in refused(parse, "--backend", "nccl")
     if "nprocs" in parse():
         assert "argument --nprocs: 0 is out of range" in refused(parse, "--nprocs", "0")
+        for url in ("hosta:29500", "tcp://hosta", "tcp://hosta:80000"):
+            assert f"argument --dist-url: '{url}' is not of the form tcp://HOST:PORT" in refused(
+                parse, "--dist-url", url
+            )
 
 
 # The start
@@ -193,6 +198,12 @@ def test_output(monkeypatch, refused, tmp_path):
         ({"CUDA_VISIBLE_DEVICES": "0", "NPROC": "2"}, "NPROC: 2 processes, but only 1 GPUs, on this machine"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS: '-1' is no number of restarts"),
         ({"MAX_RESTARTS": "1"}, "MAX_RESTARTS: "),
+        ({"NNODES": "two"}, "NNODES: 'two' is no number of machines"),
+        ({"NNODES": "2:1"}, "NNODES: '2:1' is no number of machines"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "hosta"}, "NODE_RANK: '2' is none of 0 to 1"),
+        ({"NNODES": "2", "MASTER_PORT": "FREEPORT", "MASTER_ADDR": "hosta"}, "MASTER_PORT: 'FREEPORT' is no port"),
+        ({"NNODES": "2", "MASTER_PORT": "80000", "MASTER_ADDR": "hosta"}, "MASTER_PORT: '80000' is no port"),
+        ({"NNODES": "2"}, "MASTER_ADDR: with NNODES=2, the first machine's name or address"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{name}={text}" for name, text in value.items()),
 )
@@ -203,6 +214,37 @@ def test_variables_of_run_sh(method, variables, words):
     result = launch("bash", ROOT / method / "run.sh", **{"CUDA_VISIBLE_DEVICES": ""} | variables)
     lines = [line for line in result.output.splitlines() if not line.startswith("04_apex: ")]
     assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith(f"error: {words}")
+
+
+def test_machines_of_01_03_and_05():
+    def line(method, **variables):
+        result = launch("bash", ROOT / method / "run.sh", **variables)
+        assert result.returncode == 2
+        return result.output
+
+    two = {"NNODES": 2, "MASTER_ADDR": "hosta"}
+    assert line("01_dataparallel", **two).startswith("error: NNODES: nn.DataParallel is one process on one machine")
+    assert line("05_horovod", **two).startswith("error: NNODES: horovodrun starts the processes of all machines")
+    for hosts in ("hosta", "hosta:0", "hosta:1,", "hosta:1 hostb:1"):
+        assert line("05_horovod", HOSTS=hosts).startswith(f"error: HOSTS: '{hosts}' is no list of machines")
+    assert line("03_multiprocessing", **two | {"NNODES": "1:2"}).startswith("error: NNODES: 03 takes one number")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--world-size", "2"], "--dist-url: must be that of the first of the machines"),
+        (["--dist-url", "tcp://127.0.0.1:{taken}"], "the port to meet at is taken: "),
+    ],
+    ids=["no url", "taken"],
+)
+def test_machines_of_03(options, words):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = [option.format(taken=taken.getsockname()[1]) for option in options]
+        line = refused_run("03_multiprocessing", *options)
+    assert line.startswith(f"error: {words}")
 
 
 # Data
