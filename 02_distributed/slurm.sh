@@ -3,8 +3,9 @@
 #
 #     sbatch 02_distributed/slurm.sh [options of main.py]
 #
-# A job that is preempted, loses a node or comes to its time limit is queued again, and goes on from its last finished
-# epoch; so give each job an --output of its own, in a folder that all nodes share.
+# A job that comes to its time limit, or that Slurm takes off its nodes, is queued again and goes on from its last finished
+# epoch; so give each job an --output of its own, in a folder that all nodes share. After a failure it is queued again as
+# often as MAX_RESTARTS says (MAX_RESTARTS=3 sbatch ...), and before that torchrun restarts its processes as often.
 #SBATCH --job-name=distributed
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -24,6 +25,8 @@ set -euo pipefail
 root=${SLURM_SUBMIT_DIR:?is not set: submit this with sbatch}
 source "$root/common/env.sh" # NPROC: the node's GPUs; MAX_RESTARTS
 share_cores "$NPROC"
+go_on "$@"
+[ "$(nproc)" -ge "$NPROC" ] || echo "note: $(nproc) cores for $NPROC processes: --cpus-per-task, in the head" >&2
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it over itself
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -36,9 +39,15 @@ trap 'requeued=1; echo "out of time: requeueing job $SLURM_JOB_ID"; scontrol req
 # In the background, so that bash answers the signal while it waits.
 srun --kill-on-bad-exit=1 python3 "$root/common/supervise.py" \
   torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$NPROC" --max-restarts="$MAX_RESTARTS" \
-  --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="$SLURM_JOB_ID" \
-  "$root/02_distributed/main.py" --resume "$@" &
+  --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="$SLURM_JOB_ID" --rdzv_conf=read_timeout=600 \
+  "$root/02_distributed/main.py" "${RESUME[@]}" "$@" &
 status=0
 wait "$!" || status=$?
 [ -z "$requeued" ] || wait "$!"
+
+# A failure, other than wrong input (2). Slurm requeues a job whose node it finds dead, but the job mostly finds out first.
+if [ "$status" != 0 ] && [ "$status" != 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
+  echo "status $status: requeueing job $SLURM_JOB_ID"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$status"

@@ -23,6 +23,13 @@ refuse() {
   exit 2
 }
 
+# Sets RESUME. $@: the script's options.
+go_on() {
+  [[ ! " $* " =~ \ --resume(=|\ +)[^-\ ] ]] ||
+    refuse "--resume: a job that restarts by itself goes on from <output>/last.pt, not from another file: copy it there"
+  RESUME=(--resume)
+}
+
 # One process per GPU; without a GPU two, so that there is something to see. NPROC is that of each machine.
 GPUS=$(count_gpus)
 NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 2))}
@@ -42,9 +49,9 @@ MASTER_PORT=${MASTER_PORT:-29500}
 [[ $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ && $MASTER_PORT -le 65535 ]] || refuse "MASTER_PORT: '$MASTER_PORT' is no port"
 [[ $NNODES = 1 || ! $MASTER_ADDR =~ ^(127\..*|localhost|)$ ]] ||
   refuse "MASTER_ADDR: with NNODES=$NNODES, the first machine's name or address, which all machines can reach"
-RESUME=()
+RESUME=() # what makes a restarted script go on from its last epoch
 if [[ $MAX_RESTARTS -gt 0 || $NNODES = *:* ]]; then
-  RESUME=(--resume)                           # a restarted script goes on from its last epoch
+  go_on "$@"
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or it may read addresses of dead processes: pytorch/pytorch#135712
 fi
 [ "$GPUS" = 0 ] || [ "$NPROC" -le "$GPUS" ] || refuse "NPROC: $NPROC processes, but only $GPUS GPUs, on this machine"
@@ -65,8 +72,10 @@ choose_rendezvous() {
   [ "$NNODES" = 1 ] && return
   RENDEZVOUS=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT")
   if [[ $NNODES = *:* || $MAX_RESTARTS -gt 0 ]]; then
-    RENDEZVOUS=(--nnodes="$NNODES" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="$MASTER_PORT"
-      --rdzv_conf=last_call_timeout=15) # for more machines than the least number; later ones are taken in by a restart
+    RENDEZVOUS=(--nnodes="$NNODES" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="${here##*/}")
+    # The first machine is the host, whatever its name, and can be started 10 minutes after the others. Once the least
+    # number is there, the start waits for 15 seconds; a machine that comes later is taken in by a restart.
+    RENDEZVOUS+=("--rdzv_conf=is_host=$((NODE_RANK == 0)),read_timeout=600,last_call_timeout=15")
   fi
 }
 

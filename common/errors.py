@@ -62,6 +62,17 @@ def hand_over(line):
     return True
 
 
+@contextlib.contextmanager
+def marked_unfinished():
+    """Within it, and after an error in it, supervise.py finds a file that says so."""
+    file = Path(os.environ["REFUSAL_FILE"]).with_name("unfinished") if supervised() else None
+    if file:
+        file.touch()
+    yield
+    if file:
+        file.unlink(missing_ok=True)
+
+
 def note(message):
     """Prints a line on stderr, once on each machine."""
     if local_rank() == 0:
@@ -80,7 +91,8 @@ def one_line_errors(main):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the terminal has not
         try:
             try:
-                return main(*args)
+                with marked_unfinished():
+                    return main(*args)
             finally:  # on the way out, a second Ctrl-C or the end of a loader's worker is no news
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -94,7 +106,8 @@ def one_line_errors(main):
             sys.exit(2 if error.exit_code == 2 else f"error: {error}")
         except (RuntimeError, ConnectionResetError, ConnectionRefusedError, EOFError) as error:
             reason = str(error).strip().partition("\n")[0].partition(". ")[0]  # its first sentence
-            require("EADDRINUSE" not in str(error), f"the port to meet at is taken: {reason}")
+            if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun finds a port by itself
+                require("EADDRINUSE" not in str(error), f"the port to meet at is taken: {reason}")
             if not isinstance(error, RuntimeError):
                 reason = f"DataLoader worker is gone ({reason or type(error).__name__})"
             elif "DataLoader worker" not in reason:  # which has been killed
@@ -103,8 +116,6 @@ def one_line_errors(main):
                 reason = f"another process is gone, or did not answer within --timeout ({reason})"
             rank = os.environ.get("RANK", os.environ.get("HOROVOD_RANK", local_rank()))
             print(f"error: process {rank}: {reason}", file=sys.stderr, flush=True)
-            if supervised():
-                Path(os.environ["REFUSAL_FILE"]).with_name("failure").touch()
             sys.exit(1)
 
     return wrapper

@@ -4,8 +4,8 @@
 
 - Wrong input (refuse() in errors.py) is said once, and the status is 2; the launcher's report about it is not shown.
 - Ctrl-C, SIGTERM and SIGHUP end all of the job's processes, and one line says how to go on.
-- A launcher that stays when its processes have failed and are gone is ended: torchrun would wait for minutes where it
-  cannot reach the machine that all meet at.
+- A launcher that stays when its processes are gone and none has finished is ended: torchrun would wait for minutes where
+  it cannot reach the machine that all meet at.
 - However the job ends, none of its processes and none of its temporary files stay behind.
 """
 
@@ -47,7 +47,7 @@ def main(command):
     # The loaders' workers make sockets in it, whose paths may have 107 letters, some 45 of which are added.
     above = None if len(tempfile.gettempdir()) < 60 else "/tmp"
     with tempfile.TemporaryDirectory(prefix="job.", dir=above) as folder:
-        refusal, failure, stop = Path(folder, "refusal"), Path(folder, "failure"), None
+        refusal, unfinished, stop = Path(folder, "refusal"), Path(folder, "unfinished"), None
         env = os.environ | {"TMPDIR": folder, "REFUSAL_FILE": str(refusal)}
         # What the killed have left is cleared away by multiprocessing's tracker, which need not warn of it.
         quiet = "ignore:resource_tracker:UserWarning"
@@ -59,7 +59,7 @@ def main(command):
             got = signal.sigtimedwait(stops | {signal.SIGCHLD}, 0.1)
             stop = got.si_signo if got and got.si_signo in stops else None
             if time.monotonic() > last_seen + 2:  # not always: on a large machine looking takes a while
-                if at_work(launcher) or not failure.exists():
+                if at_work(launcher) or not unfinished.exists():
                     last_seen = time.monotonic()
                 lost = time.monotonic() > last_seen + PATIENCE
         end(launcher)
@@ -74,7 +74,7 @@ def main(command):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {stop})
         os.kill(os.getpid(), stop)  # ends as one that was stopped, so that a script which waits for it stops too
     if lost:
-        print(f"error: {command[0]}'s processes failed, and it waits for another machine", file=sys.stderr)
+        print(f"error: {command[0]}'s processes have failed, and it waits for another machine", file=sys.stderr)
         return 1
     if launcher.returncode < 0:
         print(f"error: {command[0]} was ended by {signal.Signals(-launcher.returncode).name}", file=sys.stderr)

@@ -66,7 +66,7 @@ class Lab:
         with contextlib.ExitStack() as stack:
             stack.callback(self.clear)
             for host, name in self.namespaces.items():
-                self.etc[host].mkdir(parents=True)
+                os.makedirs(self.etc[host])
                 lines = ["127.0.0.1 localhost", *(f"{address} {other}" for other, address in HOSTS.items())]
                 (self.etc[host] / "hosts").write_text("\n".join(lines) + "\n")
                 run("ip", "netns", "add", name)
@@ -92,6 +92,8 @@ class Lab:
         for host, name in self.namespaces.items():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, env=os.environ | {"PATH": SBIN})
             shutil.rmtree(self.etc[host], ignore_errors=True)
+        with contextlib.suppress(OSError):
+            Path("/etc/netns").rmdir()  # unless there is another lab
 
     def cable(self, state):
         """Cuts it ("down") or mends it ("up")."""

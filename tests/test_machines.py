@@ -87,7 +87,7 @@ def test_two_hosts(method, lab, alone, tmp_path):
 def test_horovod_by_ssh(lab, alone, tmp_path):
     lab.start_sshd()
     horovod = lab.on("hosta", "bash", ROOT / "05_horovod" / "run.sh", *JOB, "--output", tmp_path / "out")
-    result = launch(*horovod, HOSTS="hosta:1,hostb:1", **ONE_THREAD, cwd=tmp_path)
+    result = launch(*horovod, HOSTS="hosta:1,hostb:1", **ONE_THREAD, HOME=tmp_path, cwd=tmp_path)
     assert result.returncode == 0, result.output
     assert equal(load(tmp_path / "out")["model"], alone("02_distributed"))
     assert lab.bytes_received("hostb") > 1_000_000
@@ -104,6 +104,22 @@ def test_restart_on_both(lab, alone, tmp_path):
     assert f"resuming from {out}/last.pt" in "".join(texts)
     assert [line["epoch"] for line in metrics(out)] == list(range(1, 9))
     assert equal(load(out)["model"], alone("02_distributed"))
+
+
+def test_sigterm_on_the_first_host_ends_both(lab, tmp_path):
+    """With Horovod, the other one's processes were started by ssh; torchrun's notice that they are alone."""
+    lab.start_sshd()
+    horovod = lab.on("hosta", "bash", ROOT / "05_horovod" / "run.sh", *ENDLESS, "--output", tmp_path / "05")
+    with (
+        started(*horovod, HOSTS="hosta:1,hostb:1", **ONE_THREAD, HOME=tmp_path, cwd=tmp_path) as run,
+        on_both(lab, "02_distributed", tmp_path / "02", *ENDLESS) as (first, second),
+    ):
+        wait_until(lambda: epochs_done(tmp_path / "05") and epochs_done(tmp_path / "02"))
+        for each in (run, first):
+            each.send_signal(signal.SIGTERM)
+        assert "stopped by SIGTERM" in ended(run, 20) and "stopped by SIGTERM" in ended(first, 20)
+        assert "error: process 1: another process is gone" in ended(second, 20)
+    assert second.returncode == 1
 
 
 # The network goes
@@ -129,7 +145,7 @@ def test_cut_of_horovod(lab, tmp_path):
     out = tmp_path / "shared"
     lab.start_sshd()
     horovod = lab.on("hosta", "bash", ROOT / "05_horovod" / "run.sh", *ENDLESS, "--timeout", 5, "--output", out)
-    with started(*horovod, HOSTS="hosta:1,hostb:1", **ONE_THREAD, cwd=tmp_path) as run:
+    with started(*horovod, HOSTS="hosta:1,hostb:1", **ONE_THREAD, HOME=tmp_path, cwd=tmp_path) as run:
         wait_until(lambda: epochs_done(out) >= 1)
         lab.cable("down")
         text = ended(run, 65)
@@ -179,11 +195,11 @@ def slurm(lab, tmp_path):
     return run
 
 
-def submitted(slurm, tmp_path, *options):
+def submitted(slurm, tmp_path, *options, **env):
     """Submits slurm.sh; returns the job's number and its log."""
     log = tmp_path / "job.log"
     command = ["sbatch", "--parsable", f"--output={log}", "02_distributed/slurm.sh", *options]
-    job = slurm(*command, "--output", tmp_path / "out")
+    job = slurm(*command, "--output", tmp_path / "out", **env)
     assert job.isdigit()
     return job, log
 
@@ -214,30 +230,48 @@ def test_slurm_requeue_and_scancel(slurm, tmp_path):
     assert f"out of time: requeueing job {job}" in text and f"resuming from {out}/last.pt" in text
     slurm("scancel", job)
     wait_until(lambda: state(slurm, job) == "CANCELLED", 20)
-    assert not any(str(out).encode() in line for line in command_lines())
+    assert not any(str(out).encode() in line for _, line in command_lines())
     assert [line["epoch"] for line in metrics(out)] == list(range(1, load(out)["epoch"] + 1))
 
 
 def command_lines():
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-            yield file.read()
+            yield int(pid), file.read()
 
 
 def test_srun_without_torchrun(slurm, alone, tmp_path):
-    script = (
-        'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python3 02_distributed/main.py "$@"'
-    )
-    where = {"MASTER_ADDR": "hosta", "MASTER_PORT": 29500}
+    """The README's line, with one process on each node and no GPU."""
+    script = """
+        MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500 RANK=$SLURM_PROCID \\
+        LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python3 02_distributed/main.py "$@" """
     options = [*JOB, "--output", tmp_path / "out"]
-    text = slurm("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", script, "_", *options, **where)
+    text = slurm("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", script, "_", *options)
     assert "processes: 2 (cpu, gloo)" in text
     assert equal(load(tmp_path / "out")["model"], alone("02_distributed"))
 
 
 def test_horovod_under_slurm(lab, slurm, alone, tmp_path):
+    """The README's line, with one process on each node and no GPU."""
     lab.start_sshd()
-    script = "HOSTS=$(scontrol show hostnames | sed 's/$/:1/' | paste -sd,) bash 05_horovod/run.sh \"$@\""
-    slurm("salloc", "--nodes=2", "bash", "-c", script, "_", *JOB, "--output", tmp_path / "out")
-    assert load(tmp_path / "out")["history"][-1]["processes"] == 2
-    assert equal(load(tmp_path / "out")["model"], alone("02_distributed"))
+    out = tmp_path / "out"
+    script = "HOSTS=$(scontrol show hostnames | sed 's/$/:1/' | paste -sd,) bash 05_horovod/run.sh"
+    script += f" --epochs 8 --workers 0 --output {out}"
+    job = slurm("sbatch", "--parsable", f"--output={tmp_path}/log", "--nodes=2", "--wrap", script, HOME=tmp_path)
+    wait_until(lambda: state(slurm, job) not in ("PENDING", "RUNNING", "COMPLETING"), 120)
+    assert state(slurm, job) == "COMPLETED", (tmp_path / "log").read_text()
+    assert load(out)["history"][-1]["processes"] == 2
+    assert equal(load(out)["model"], alone("02_distributed"))
+
+
+def test_slurm_requeues_after_a_failure(slurm, tmp_path):
+    """Once, with MAX_RESTARTS=1: torchrun's restart first, then Slurm's."""
+    out = tmp_path / "out"
+    job, log = submitted(slurm, tmp_path, *ENDLESS, MAX_RESTARTS=1)
+    for again in ("resuming from", "requeueing job"):
+        done = epochs_done(out)
+        wait_until(lambda done=done: epochs_done(out) > done)
+        victims = [pid for pid, line in command_lines() if str(out).encode() in line and b"-u\0" in line]
+        os.kill(victims[-1], signal.SIGKILL)
+        wait_until(lambda again=again: again in log.read_text(), 90)
+    wait_until(lambda: state(slurm, job) == "PENDING", 30)
