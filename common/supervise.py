@@ -4,8 +4,8 @@
 
 - Wrong input (refuse() in errors.py) is said once, and the status is 2; the launcher's report about it is not shown.
 - Ctrl-C, SIGTERM and SIGHUP end all of the job's processes, and one line says how to go on.
-- A launcher that stays when its processes are gone and none has finished is ended: torchrun would wait for minutes where
-  it cannot reach the machine that all meet at.
+- A launcher that stays when its processes are gone and none has finished is ended: torchrun would wait for minutes
+  where it cannot reach the machine that all meet at.
 - However the job ends, none of its processes and none of its temporary files stay behind.
 """
 
