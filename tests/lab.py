@@ -8,12 +8,12 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import uuid
 from pathlib import Path
 
-import psutil
-from conftest import kill, wait_until
+from conftest import wait_until
 
 HOSTS = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
 NEEDED = {
@@ -26,6 +26,7 @@ NEEDED = {
     "munged": "munge",
 }
 SBIN = os.environ["PATH"] + ":/usr/sbin:/sbin"
+PATHS = os.environ | {"PATH": SBIN}
 
 
 def missing():
@@ -36,7 +37,7 @@ def missing():
     if packages:
         return f"needs the packages {' '.join(packages)}"
     probe = f"probe{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, env=os.environ | {"PATH": SBIN}).returncode:
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, env=PATHS).returncode:
         return "this machine does not let root make network namespaces"
     run("ip", "netns", "del", probe)
     return None
@@ -44,7 +45,7 @@ def missing():
 
 def run(*command):
     command = [str(part) for part in command]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": SBIN})
+    done = subprocess.run(command, capture_output=True, text=True, env=PATHS)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
 
@@ -54,13 +55,10 @@ class Lab:
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        self.mark = str(uuid.uuid4())
         self.services = []
-        self.namespaces = {host: f"{host}-{os.getpid()}-{self.mark[:4]}" for host in HOSTS}
+        self.namespaces = {host: f"{host}-{uuid.uuid4().hex[:8]}" for host in HOSTS}
         # `ip netns exec` mounts each of these folders' files and folders over /etc's.
-        self.etc = {
-            host: Path("/etc/netns", name) for host, name in self.namespaces.items()
-        }  # `ip netns exec` mounts it
+        self.etc = {host: Path("/etc/netns", name) for host, name in self.namespaces.items()}
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
@@ -83,14 +81,16 @@ class Lab:
         self.stack.close()
 
     def clear(self):
-        kill(self.mark)
-        for service in self.services:  # sshd writes over its environment, and so over the mark
-            for process in [*psutil.Process(service.pid).children(recursive=True), service]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        for name in self.namespaces.values():
+            command = ["ip", "netns", "pids", name]
+            while pids := subprocess.run(command, capture_output=True, text=True, env=PATHS).stdout.split():
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+        for service in self.services:
             service.wait()
         for host, name in self.namespaces.items():
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, env=os.environ | {"PATH": SBIN})
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, env=PATHS)
             shutil.rmtree(self.etc[host], ignore_errors=True)
         with contextlib.suppress(OSError):
             Path("/etc/netns").rmdir()  # unless there is another lab
@@ -112,7 +112,7 @@ class Lab:
     def serve(self, host, *command, **env):
         """Starts a service, which the lab ends with itself."""
         command = [str(part) for part in self.on(host, *command)]
-        env = os.environ | {"PATH": SBIN, "TEST_MARK": self.mark} | env
+        env = PATHS | env
         with open(self.folder / "services.log", "a") as log:
             options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             self.services.append(subprocess.Popen(command, env=env, **options))
@@ -179,6 +179,6 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
     def answers(self, host, *command, **env):
         """Returns what a command prints that succeeds, and False for one that fails."""
-        env = os.environ | {"PATH": SBIN} | env
+        env = PATHS | env
         done = subprocess.run(self.on(host, *command), env=env, capture_output=True, text=True, timeout=60)
         return done.returncode == 0 and (done.stdout.strip() or True)

@@ -642,6 +642,7 @@ def test_without_run_sh(command, status):
     assert "/nosuch" in lines[0] or "is to be started by" in lines[0] or "unrecognized" in lines[0]
 
 
+@pytest.mark.full
 def test_four_processes_make_one_output(tmp_path):
     """Below folders that are not there yet; rank 0 alone prints and writes."""
     options = ["--workers", 0, "--max-steps", 1, "--epochs", 2, "--output", tmp_path / "a" / "b" / "c"]

@@ -102,7 +102,7 @@ def test_an_exception_on_one_rank(method, tmp_path):
     ("method", "fault"),
     [
         ("02_distributed", "never 1"),
-        ("05_horovod", "stall 1 3"),
+        pytest.param("05_horovod", "stall 1 3", marks=FULL),
         pytest.param("02_distributed", "stall 1 3", marks=FULL),
         pytest.param("03_multiprocessing", "stall 1 3", marks=FULL),
         pytest.param("05_horovod", "never 1", marks=FULL),
@@ -219,7 +219,8 @@ def launcher(run):
     return process
 
 
-@pytest.mark.parametrize("method", ["01_dataparallel", pytest.param("03_multiprocessing", marks=FULL)])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["01_dataparallel", "03_multiprocessing"])
 def test_ctrl_c_without_run_sh(method, tmp_path):
     with running(["python3", ROOT / method / "main.py"], tmp_path) as run:
         wait_for(run, "step 50/")
@@ -244,7 +245,8 @@ def test_closed_pipe(tmp_path):
 # What goes on
 
 
-@pytest.mark.parametrize("method", ["02_distributed", pytest.param("04_apex", marks=FULL)])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["02_distributed", "04_apex"])
 def test_restarted_by_torchrun(method, tmp_path):
     """A killed worker costs the epoch it was in, and nothing else: the weights are those of an undisturbed run."""
     options = ["--epochs", 8, "--workers", 1]

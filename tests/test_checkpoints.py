@@ -62,6 +62,7 @@ def test_all_scripts_write_alike():
     assert len(texts) == 1
 
 
+@pytest.mark.full
 def test_killed_run_resumes(tmp_path):
     """All processes are killed at some moment after the second epoch; the same command line then goes on."""
     command = ["bash", ROOT / "02_distributed" / "run.sh", *TINY, "--output", tmp_path, "--resume", "--epochs"]

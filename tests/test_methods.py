@@ -87,7 +87,7 @@ def flatten(state):
         yield state
 
 
-HERE = [*METHODS[:2], *[pytest.param(method, marks=pytest.mark.full) for method in METHODS[2:]]]
+HERE = [pytest.param(method, marks=[] if method == "02_distributed" else pytest.mark.full) for method in METHODS]
 
 
 @pytest.mark.parametrize("run", HERE, indirect=True)
