@@ -43,7 +43,9 @@ srun --kill-on-bad-exit=1 python3 "$root/common/supervise.py" \
   "$root/02_distributed/main.py" "${RESUME[@]}" "$@" &
 status=0
 wait "$!" || status=$?
-[ -z "$requeued" ] || wait "$!"
+if [ -n "$requeued" ]; then
+  wait "$!" || exit
+fi
 
 # A failure, other than wrong input (2). Slurm requeues a job whose node it finds dead, but the job mostly finds out first.
 if [ "$status" != 0 ] && [ "$status" != 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then

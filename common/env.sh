@@ -41,10 +41,10 @@ NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 MASTER_PORT=${MASTER_PORT:-29500}
 [[ $NPROC =~ ^[1-9][0-9]{0,3}$ ]] || refuse "NPROC: '$NPROC' is no number of processes"
-[[ $MAX_RESTARTS =~ ^[0-9]{1,4}$ ]] || refuse "MAX_RESTARTS: '$MAX_RESTARTS' is no number of restarts"
+[[ $MAX_RESTARTS =~ ^(0|[1-9][0-9]{0,3})$ ]] || refuse "MAX_RESTARTS: '$MAX_RESTARTS' is no number of restarts"
 [[ $NNODES =~ ^([1-9][0-9]{0,3}:)?[1-9][0-9]{0,3}$ && ${NNODES%:*} -le ${NNODES#*:} ]] ||
   refuse "NNODES: '$NNODES' is no number of machines, such as 2, or 1:2 for one or two"
-[[ $NODE_RANK =~ ^[0-9]{1,4}$ && $NODE_RANK -lt ${NNODES#*:} ]] ||
+[[ $NODE_RANK =~ ^(0|[1-9][0-9]{0,3})$ && $NODE_RANK -lt ${NNODES#*:} ]] ||
   refuse "NODE_RANK: '$NODE_RANK' is none of 0 to $((${NNODES#*:} - 1)), with NNODES=$NNODES"
 [[ $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ && $MASTER_PORT -le 65535 ]] || refuse "MASTER_PORT: '$MASTER_PORT' is no port"
 [[ $NNODES = 1 || ! $MASTER_ADDR =~ ^(127\..*|localhost|)$ ]] ||

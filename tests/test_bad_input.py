@@ -201,6 +201,7 @@ def test_output(monkeypatch, refused, tmp_path):
         ({"NNODES": "two"}, "NNODES: 'two' is no number of machines"),
         ({"NNODES": "2:1"}, "NNODES: '2:1' is no number of machines"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "hosta"}, "NODE_RANK: '2' is none of 0 to 1"),
+        ({"NNODES": "9", "NODE_RANK": "08", "MASTER_ADDR": "hosta"}, "NODE_RANK: '08' is none of 0 to 8"),
         ({"NNODES": "2", "MASTER_PORT": "FREEPORT", "MASTER_ADDR": "hosta"}, "MASTER_PORT: 'FREEPORT' is no port"),
         ({"NNODES": "2", "MASTER_PORT": "80000", "MASTER_ADDR": "hosta"}, "MASTER_PORT: '80000' is no port"),
         ({"NNODES": "2"}, "MASTER_ADDR: with NNODES=2, the first machine's name or address"),
@@ -214,6 +215,21 @@ def test_variables_of_run_sh(method, variables, words):
     result = launch("bash", ROOT / method / "run.sh", **{"CUDA_VISIBLE_DEVICES": ""} | variables)
     lines = [line for line in result.output.splitlines() if not line.startswith("04_apex: ")]
     assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith(f"error: {words}")
+
+
+def test_restarts_from_another_file():
+    """Each restart would begin from that file again."""
+    job = {"SLURM_SUBMIT_DIR": ROOT, "SLURM_JOB_ID": 1}
+    for script, variables in (
+        ("run.sh", {"MAX_RESTARTS": 1}),
+        ("run.sh", {"NNODES": "1:2", "MASTER_ADDR": "hosta"}),
+        ("slurm.sh", job),
+    ):
+        for option in (["--resume", "other.pt"], ["--resume=other.pt"]):
+            result = launch("bash", ROOT / "02_distributed" / script, "--lr", 1, *option, "--epochs", 1, **variables)
+            assert result.returncode == 2 and result.output.startswith(
+                "error: --resume: a job that restarts by itself goes on"
+            )
 
 
 def test_machines_of_01_03_and_05():
