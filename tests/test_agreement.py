@@ -12,7 +12,7 @@ from common.model import build_model
 
 BATCH = 48  # can be shared out among 2 and among 3 processes
 EXACT = ["--dtype", "float64", "--batch-size", BATCH, "--workers", 0]
-RUNS = [(method, 2) for method in METHODS] + [("02_distributed", 3)]
+RUNS = [*[(method, 2) for method in METHODS], pytest.param("02_distributed", 3, marks=pytest.mark.full)]
 
 
 def everything(dataset):

@@ -262,11 +262,11 @@ def test_restarted_by_torchrun(method, tmp_path):
     assert all(torch.equal(weight, once[name]) for name, weight in load(tmp_path / "out")["model"].items())
 
 
-TWINS = [("02_distributed", 1), ("02_distributed", 2), ("03_multiprocessing", 1)]
-MORE = [("03_multiprocessing", 2), ("05_horovod", 1), ("05_horovod", 2)]
+PAIR = [("02_distributed", 1), ("03_multiprocessing", 2)]
+MORE = [("02_distributed", 2), ("03_multiprocessing", 1), ("05_horovod", 1), ("05_horovod", 2)]
 
 
-@pytest.mark.parametrize("jobs", [TWINS, pytest.param(TWINS + MORE, marks=FULL)], ids=len)
+@pytest.mark.parametrize("jobs", [PAIR, pytest.param(PAIR + MORE, marks=FULL)], ids=len)
 def test_jobs_side_by_side(jobs, tmp_path):
     """Jobs with different seeds at once in one checkout: each ends as it would have alone."""
     before = set(os.listdir(ROOT))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, by_hand, launch, make_images, train
+from conftest import METHODS, ROOT, by_hand, launch, make_images, train
 
 from common.model import build_model
 
@@ -32,10 +32,10 @@ def figures(text):
 LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--standalone"]  # the article's, torchrun's forerunner
 
 
-FULL = [pytest.param(method, marks=pytest.mark.full) for method in ("03_multiprocessing", "04_apex")]
+FULL = [pytest.param(method, marks=pytest.mark.full) for method in METHODS[2:]]
 
 
-@pytest.mark.parametrize("method", ["01_dataparallel", "02_distributed", *FULL, "05_horovod"])
+@pytest.mark.parametrize("method", [*METHODS[:2], *FULL])
 def test_seven_images_and_three_processes(method, trained):
     """Shares of 3, 2 and 2 images in batches of 2: the last ones are of one image, or there is none."""
     data, output = trained
