@@ -5,7 +5,7 @@
 #
 # A job that comes to its time limit, or that Slurm takes off its nodes, is queued again and goes on from its last finished
 # epoch; so give each job an --output of its own, in a folder that all nodes share. After a failure it is queued again as
-# often as MAX_RESTARTS says (MAX_RESTARTS=3 sbatch ...), and before that torchrun restarts its processes as often.
+# often as MAX_RESTARTS says, time limits counted too (MAX_RESTARTS=3 sbatch ...); before that torchrun restarts its processes.
 #SBATCH --job-name=distributed
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
