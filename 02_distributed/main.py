@@ -4,7 +4,6 @@ DistributedDataParallel starts all processes from the same weights and averages 
 running. Every optimizer then takes the same step, so the models stay equal without being sent again.
 
     torchrun --nproc_per_node=2 02_distributed/main.py
-    # on two machines (see the README)
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=HOST0 --master_port=29500 02_distributed/main.py
 """
 
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
@@ -50,7 +50,9 @@ def parse_args():
     add("--resume", nargs="?", const=True, help="a checkpoint; alone: <output>/last.pt, or from the start without one")
     add("--evaluate", action="store_true", help="validate and exit")
     add("--max-steps", type=number(1), help="stop each epoch after that many steps")
+    add("--compile", action="store_true", help="have torch.compile make the network faster, which takes a minute")
     add("--timeout", type=number(1), default=600, help="seconds to wait for another process before giving up")
+    add("--fp16-allreduce", action="store_true", help="send the gradients as 16-bit numbers")
     add("--backend", choices=["gloo", "nccl"][: 1 + torch.cuda.is_available()], help="default: nccl with GPUs")
     add("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
     args = parser.parse_args()
@@ -64,7 +66,7 @@ def main():
     args = parse_args()
     args.dtype = getattr(torch, args.dtype)
 
-    # The processes' group and this process's device
+    # Processes and devices
     cuda = torch.cuda.is_available()
     local_rank, backend = args.local_rank, args.backend or ("nccl" if cuda else "gloo")  # (1) the launcher's LOCAL_RANK
     check_start(args, cuda, __doc__)
@@ -73,6 +75,7 @@ def main():
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)  # (3) one GPU per process
+        torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = True  # TF32 rounds to 10 bits
 
     # Data: the sampler shuffles alike in every process and deals the images out, one to each in turn
     require(args.batch_size % world_size == 0, f"--batch-size: must be a multiple of {world_size} (processes)")
@@ -88,9 +91,14 @@ def main():
 
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
-    model = build_model(args.arch, len(train_set.classes), args.pretrained).to(device, args.dtype)
+    model = build_model(args.arch, len(train_set.classes), args.pretrained)
+    model = model.to(device, args.dtype, memory_format=torch.channels_last)  # convolutions prefer it to NCHW
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    parallel = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)  # (5) average the gradients
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)  # (5) average
+    if args.fp16_allreduce:
+        parallel.register_comm_hook(None, fp16_compress_hook)
+    if args.compile:
+        parallel.compile()  # in place: the names of its weights stay as they are
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
         print(f"torch.distributed, processes: {world_size} ({device.type}, {dist.get_backend()})")
@@ -143,21 +151,19 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
     model.train()
     steps = min(len(loader), args.max_steps or len(loader))
     sums, start = torch.tensor([0, steps], dtype=torch.float64, device=device), time.perf_counter()  # loss, steps
-    bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
-    for step, (images, labels) in zip(range(1, steps + 1), loader):  # range first: it ends without one batch too many
-        images = images.to(device, args.dtype, non_blocking=True)
+    bar = tqdm(zip(range(1, steps + 1), loader), total=steps, unit="step", leave=False, disable=rank > 0 or None)
+    for step, (images, labels) in bar:  # range first: it ends without one batch too many
+        images = images.to(device, args.dtype, memory_format=torch.channels_last, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         sums[0] += loss.detach()
-        bar.update()
         if rank == 0 and step % (50 if bar.disable else 10) == 0:  # not always: reading the loss waits for the GPU
             speed = step * args.batch_size / (time.perf_counter() - start)
             line = f"epoch {epoch + 1}  step {step}/{steps}  loss {sums[0].item() / step:.4f}  {speed:.0f} images/s"
             print(line, flush=True) if bar.disable else bar.set_description(line)
-    bar.close()
     dist.all_reduce(sums)  # (8) once an epoch
     train_loss = (sums[0] / sums[1]).item()
     return {"train_loss": train_loss, "images_per_second": steps * args.batch_size / (time.perf_counter() - start)}
@@ -165,21 +171,17 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
 
 @torch.no_grad()
 def evaluate(model, loader, device, args):
-    """Returns the loss and the top-1 and top-5 accuracy (%) over the validation images of all processes' shares.
-
-    model: not DistributedDataParallel's: its forward pass may communicate, and not all processes need as many passes.
-    """
+    """Returns loss, top-1, top-5 (%) over all processes' shares; not with DDP's model, whose ranks must go in step."""
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right at the first guess, within five, images
+    sums = torch.tensor([0, 0, 0, len(loader.dataset)], dtype=torch.float64, device=device)  # loss, top-1, top-5
     for images, labels in loader:
-        images = images.to(device, args.dtype, non_blocking=True)
+        images = images.to(device, args.dtype, memory_format=torch.channels_last, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         output = model(images)
         right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # images x guesses
         sums[0] += F.cross_entropy(output, labels, reduction="sum")
         sums[1] += right[:, 0].sum()
         sums[2] += right.sum()
-        sums[3] += len(labels)
     dist.all_reduce(sums)  # (9) sums, not averages: shares and last batches differ in size
     loss, top1, top5, count = sums.tolist()
     return {"val_loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count, "val_images": int(count)}
@@ -207,9 +209,6 @@ def load_checkpoint(args, rank, parts, classes):
     message = [read_checkpoint(args, parts, classes) if rank == 0 else None]
     dist.broadcast_object_list(message)  # (10) from rank 0
     require(not isinstance(message[0], str), message[0])  # why not
-    if rank == 0:
-        path = args.output / "last.pt" if args.resume is True else args.resume
-        print(f"resuming from {path}" if message[0] else f"starting afresh: there is no {path} yet", flush=True)
     return message[0]
 
 

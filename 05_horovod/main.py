@@ -4,7 +4,6 @@ DistributedOptimizer averages the gradients of all processes while backward is s
 step(). The model is not wrapped: DistributedDataParallel's broadcast of rank 0's weights is a call of its own here.
 
     horovodrun --gloo -np 2 python3 05_horovod/main.py
-    # on two machines (see the README)
     horovodrun --gloo -np 8 -H HOST0:4,HOST1:4 python3 05_horovod/main.py
 """
 
@@ -48,8 +47,9 @@ def parse_args():
     add("--resume", nargs="?", const=True, help="a checkpoint; alone: <output>/last.pt, or from the start without one")
     add("--evaluate", action="store_true", help="validate and exit")
     add("--max-steps", type=number(1), help="stop each epoch after that many steps")
+    add("--compile", action="store_true", help="have torch.compile make the network faster, which takes a minute")
     add("--timeout", type=number(1), default=600, help="seconds to wait for another process before giving up")
-    add("--fp16-allreduce", action="store_const", const=hvd.Compression.fp16, default=hvd.Compression.none)
+    add("--fp16-allreduce", action="store_true", help="send the gradients as 16-bit numbers")
     args = parser.parse_args()
     args.arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")
     args.image_size = args.image_size or (8 if args.data == "digits" else 224)
@@ -61,17 +61,15 @@ def main():
     args = parse_args()
     args.dtype = getattr(torch, args.dtype)
 
-    # The processes' group and this process's device
+    # Processes and devices
     cuda = torch.cuda.is_available() and hvd.nccl_built() > 0  # install.sh had nvcc
     check_start(args, cuda, __doc__)
-    for name, share in (("GLOO_TIMEOUT", 1), ("STALL_CHECK_TIME", 4), ("STALL_SHUTDOWN_TIME", 4)):  # up to four checks
-        os.environ.setdefault(f"HOROVOD_{name}_SECONDS", str(max(1, args.timeout // share)))
     hvd.init()  # (1) wait until all processes are there
-    local_rank = hvd.local_rank()  # (2) which of this machine's processes this one is
-    rank, world_size = hvd.rank(), hvd.size()
+    rank, local_rank, world_size = hvd.rank(), hvd.local_rank(), hvd.size()  # (2) local: among this machine's
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)  # (3) one GPU per process
+        torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = True  # TF32 rounds to 10 bits
 
     # Data: the sampler shuffles alike in every process and deals the images out, one to each in turn
     require(args.batch_size % world_size == 0, f"--batch-size: must be a multiple of {world_size} (processes)")
@@ -87,11 +85,15 @@ def main():
 
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
-    model = build_model(args.arch, len(train_set.classes), args.pretrained).to(device, args.dtype)
+    model = build_model(args.arch, len(train_set.classes), args.pretrained)
+    model = model.to(device, args.dtype)  # not channels_last: Horovod takes contiguous tensors only
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (5) all start from rank 0's weights
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), args.fp16_allreduce)  # (6) average
+    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)  # (6) average
     parallel = model  # Horovod wraps the optimizer
+    if args.compile:
+        parallel.compile()  # in place: the names of its weights stay as they are
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     if rank == 0:
         print(f"Horovod, processes: {world_size} ({device.type}, {'nccl' if cuda else 'gloo'})")
@@ -104,8 +106,6 @@ def main():
     if args.resume is not None and (checkpoint := load_checkpoint(args, rank, parts, train_set.classes)):
         for name in [name for name in parts if name in checkpoint]:  # another method's may lack amp's state
             parts[name].load_state_dict(checkpoint[name])
-        if optimizer.state:  # without any, the next line would take a step to make some, and weight decay would feel it
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # (7) rank 0's momentum
         best_top1, history = checkpoint["best_top1"], checkpoint["history"]
         if rank == 0 and len(history) >= args.epochs and not args.evaluate:
             print(f"nothing to train: {len(history)} of {args.epochs} epochs are done", flush=True)
@@ -125,7 +125,7 @@ def main():
         result = {"epoch": epoch + 1, "processes": world_size, "lr": scheduler.get_last_lr()[0]}
         result |= train_one_epoch(parallel, train_loader, optimizer, device, rank, epoch, args)
         for buffer in model.buffers():
-            hvd.broadcast_(buffer, root_rank=0)  # (8) batch norm's statistics: ranks' differ, rank 0's are saved
+            hvd.broadcast_(buffer, root_rank=0)  # (7) batch norm's statistics: ranks' differ, rank 0's are saved
         result |= evaluate(model, val_loader, device, args)
         result["seconds"] = time.perf_counter() - start
         scheduler.step()
@@ -138,7 +138,7 @@ def main():
             checkpoint = {"epoch": epoch + 1, "best_top1": best_top1, "history": history, "arch": args.arch}
             checkpoint |= {name: part.state_dict() for name, part in parts.items()}
             save_checkpoint(checkpoint | {"classes": train_set.classes, "command": sys.argv}, args.output)
-    hvd.shutdown()  # (9) leave together
+    hvd.shutdown()  # (8) leave together
 
 
 def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
@@ -146,44 +146,38 @@ def train_one_epoch(model, loader, optimizer, device, rank, epoch, args):
     model.train()
     steps = min(len(loader), args.max_steps or len(loader))
     sums, start = torch.tensor([0, steps], dtype=torch.float64, device=device), time.perf_counter()  # loss, steps
-    bar = tqdm(total=steps, unit="step", leave=False, disable=rank > 0 or not sys.stderr.isatty())
-    for step, (images, labels) in zip(range(1, steps + 1), loader):  # range first: it ends without one batch too many
-        images = images.to(device, args.dtype, non_blocking=True)
+    bar = tqdm(zip(range(1, steps + 1), loader), total=steps, unit="step", leave=False, disable=rank > 0 or None)
+    for step, (images, labels) in bar:  # range first: it ends without one batch too many
+        images = images.to(device, args.dtype, memory_format=torch.channels_last, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         sums[0] += loss.detach()
-        bar.update()
         if rank == 0 and step % (50 if bar.disable else 10) == 0:  # not always: reading the loss waits for the GPU
             speed = step * args.batch_size / (time.perf_counter() - start)
             line = f"epoch {epoch + 1}  step {step}/{steps}  loss {sums[0].item() / step:.4f}  {speed:.0f} images/s"
             print(line, flush=True) if bar.disable else bar.set_description(line)
-    bar.close()
-    hvd.allreduce_(sums, op=hvd.Sum)  # (10) once an epoch
+    hvd.allreduce_(sums, op=hvd.Sum)  # (9) once an epoch
     train_loss = (sums[0] / sums[1]).item()
     return {"train_loss": train_loss, "images_per_second": steps * args.batch_size / (time.perf_counter() - start)}
 
 
 @torch.no_grad()
 def evaluate(model, loader, device, args):
-    """Returns the loss and the top-1 and top-5 accuracy (%) over the validation images of all processes' shares.
-
-    model: not DistributedDataParallel's: its forward pass may communicate, and not all processes need as many passes.
-    """
+    """Returns loss, top-1, top-5 (%) over all processes' shares; not with DDP's model, whose ranks must go in step."""
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right at the first guess, within five, images
+    sums = torch.tensor([0, 0, 0, len(loader.dataset)], dtype=torch.float64, device=device)  # loss, top-1, top-5
     for images, labels in loader:
-        images = images.to(device, args.dtype, non_blocking=True)
+        images = images.to(device, args.dtype, memory_format=torch.channels_last, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         output = model(images)
         right = output.topk(min(5, output.shape[1])).indices == labels[:, None]  # images x guesses
         sums[0] += F.cross_entropy(output, labels, reduction="sum")
         sums[1] += right[:, 0].sum()
         sums[2] += right.sum()
-        sums[3] += len(labels)
-    hvd.allreduce_(sums, op=hvd.Sum)  # (11) sums, not averages: shares and last batches differ in size
+    hvd.allreduce_(sums, op=hvd.Sum)  # (10) sums, not averages: shares and last batches differ in size
     loss, top1, top5, count = sums.tolist()
     return {"val_loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count, "val_images": int(count)}
 
@@ -208,11 +202,8 @@ def save_checkpoint(checkpoint, output):
 def load_checkpoint(args, rank, parts, classes):
     """Returns the checkpoint that --resume asks for, None for a fresh start. Rank 0 reads it for all processes."""
     message = [read_checkpoint(args, parts, classes) if rank == 0 else None]
-    message = hvd.broadcast_object(message, root_rank=0)  # (12) from rank 0; takes a second for 15 MB
+    message = hvd.broadcast_object(message, root_rank=0)  # (11) from rank 0, momentum and all; 15 MB a second
     require(not isinstance(message[0], str), message[0])  # why not
-    if rank == 0:
-        path = args.output / "last.pt" if args.resume is True else args.resume
-        print(f"resuming from {path}" if message[0] else f"starting afresh: there is no {path} yet", flush=True)
     return message[0]
 
 

@@ -89,6 +89,8 @@ def one_line_errors(main):
     @functools.wraps(main)
     def wrapper(*args):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the terminal has not
+        if "PROBE" in os.environ:  # run_all.sh --bench and --timeline look on
+            import common.probe  # noqa: F401
         try:
             try:
                 with marked_unfinished():
@@ -158,6 +160,8 @@ def check_start(args, cuda, docstring):
     args: the script's options. cuda: whether each process is to have a GPU. docstring: the script's, for its launcher.
     """
     check_launcher(docstring)
+    for name, share in (("GLOO_TIMEOUT", 1), ("STALL_CHECK_TIME", 4), ("STALL_SHUTDOWN_TIME", 4)):  # up to four checks
+        os.environ.setdefault(f"HOROVOD_{name}_SECONDS", str(max(1, getattr(args, "timeout", 0) // share)))
     if hasattr(args, "world_size"):  # numbers of machines, not of processes; torchrun checks its own
         require(args.rank < args.world_size, f"--rank: must be less than {args.world_size} (--world-size)")
         require(args.world_size == 1 or args.dist_url[1] > 0, "--dist-url: must be that of the first of the machines")

@@ -77,10 +77,11 @@ def read_checkpoint(args, parts, classes):
     args: resume, output, evaluate, arch. parts: the model, optimizer, ... it is for. classes: the data's.
     For --evaluate the weights alone will do, as a bare state dict, as pytorch/examples saves them ("state_dict"), or
     from DataParallel ("module." before each name). A checkpoint is used as a whole or not at all, and no code that
-    its file may bring along is run (weights_only).
+    its file may bring along is run (weights_only). Says what it does: called by one process only.
     """
     path = args.output / "last.pt" if args.resume is True else Path(args.resume)
     if args.resume is True and not args.evaluate and not path.exists():
+        print(f"starting afresh: there is no {path} yet", flush=True)
         return None
     if not path.is_file():
         return f"--resume: there is no file {path if args.resume else repr(args.resume)}"
@@ -104,6 +105,7 @@ def read_checkpoint(args, parts, classes):
         differ = ", ".join(misfits[:3])
         return f"--resume: {path} is not of {args.arch} with {len(classes)} classes: {differ}, ... differ"
     if args.evaluate:
+        print(f"resuming from {path}", flush=True)
         return {"model": weights, "best_top1": -1.0, "history": []}
     if missing := [name for name in ("optimizer", "scheduler", "best_top1", "history") if name not in checkpoint]:
         return f"--resume: {path} has no {', '.join(missing)}: it can be used with --evaluate only"
@@ -113,6 +115,7 @@ def read_checkpoint(args, parts, classes):
             raise ValueError("no momentum")
     except (KeyError, ValueError, TypeError) as error:
         return f"--resume: the optimizer in {path} is not SGD ({error}): it can be used with --evaluate only"
+    print(f"resuming from {path}", flush=True)
     return checkpoint | {"model": weights}
 
 

@@ -125,7 +125,7 @@ MISTAKES = {
         {
             '(output, labels, reduction="sum")': "(output, labels)",
             "right[:, 0].sum()": "right[:, 0].double().mean()",
-            "sums[3] += len(labels)": "sums[3] += 1",
+            "len(loader.dataset)": "len(loader)",
         },
     ),
     "none_in_horovod": ("05_horovod", {}),

@@ -1,0 +1,122 @@
+"""Watches a training process from within, for run_all.sh --bench and --timeline.
+
+Where PROBE is set, errors.py imports it into every process of a main.py, and so needs no line in them:
+
+    PROBE         a folder, gets <rank>.json: when each step ended, waiting for communication, memory
+    PROBE_STEPS   after that many steps the process ends: without validation and checkpoint
+    PROBE_TRACE   if set, the last of these steps are profiled instead: <rank>.trace.json, for Perfetto or TensorBoard
+    PROBE_SLOW    the rank that takes half as long again for each forward pass
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+FOLDER, STEPS, TRACED = Path(os.environ["PROBE"]), int(os.environ["PROBE_STEPS"]), int(os.environ.get("PROBE_TRACE", 0))
+ends, waits = [], []  # of each step: when it ended, and how long it waited for communication; seconds
+wrapped = []  # the modules that are DistributedDataParallel's
+depth = {"step": 0, "forward": 0}  # Horovod's optimizer calls SGD's step in its own, a network those of its layers
+
+
+def rank():
+    return int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", os.environ.get("LOCAL_RANK", 0))))
+
+
+def before_step(optimizer, args, kwargs):
+    depth["step"] += 1
+
+
+def after_step(optimizer, args, kwargs):
+    depth["step"] -= 1
+    if depth["step"]:
+        return
+    if torch.cuda.is_available():
+        if not ends:  # later ones are timed by the GPU itself, which need not be waited for
+            torch.cuda.synchronize()
+        ends.append((time.time(), torch.cuda.Event(enable_timing=True)))
+        ends[-1][1].record()
+    else:
+        ends.append((time.time(), None))
+    for model in wrapped:  # those of the step before
+        times = model._get_ddp_logging_data()
+        waits.append((times.get("backward_comm_time", 0) - times.get("backward_compute_comm_overlap_time", 0)) / 1e9)
+    if profile:
+        profile.step()
+    if len(ends) == STEPS:
+        finish()
+
+
+def finish():
+    """Writes the figures and ends the process, as exit() in the script would."""
+    seconds = [first for first, _ in ends]
+    memory = {"memory": int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        seconds = [ends[0][0] + ends[0][1].elapsed_time(event) / 1000 for _, event in ends]
+        memory["gpu_memory"] = torch.cuda.max_memory_allocated()
+    (FOLDER / f"{rank()}.json").write_text(json.dumps({"ends": seconds, "waits": waits, **memory}))
+    sys.exit(0)
+
+
+def watch_ddp(init):
+    def wrapper(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self._set_ddp_runtime_logging_sample_rate(1)
+        wrapped.append(self)
+
+    return wrapper
+
+
+def watch_horovod(synchronize):
+    def wrapper(self):
+        start = time.perf_counter()
+        with record_function("wait"):
+            synchronize(self)
+        waits.append(time.perf_counter() - start)
+
+    return wrapper
+
+
+def before_forward(module, inputs):
+    depth["forward"] += 1
+    if depth["forward"] == 1 and module.training:
+        module.probe = record_function("forward").__enter__()
+        module.probe_start = time.perf_counter()
+
+
+def after_forward(module, inputs, output):
+    depth["forward"] -= 1
+    if depth["forward"] == 0 and module.training:
+        if os.environ.get("PROBE_SLOW") == str(rank()):
+            time.sleep((time.perf_counter() - module.probe_start) / 2)
+        module.probe.__exit__(None, None, None)
+
+
+def backward(self, *args, backward=torch.Tensor.backward, **kwargs):
+    with record_function("backward"):
+        backward(self, *args, **kwargs)
+
+
+register_optimizer_step_pre_hook(before_step)
+register_optimizer_step_post_hook(after_step)
+DistributedDataParallel.__init__ = watch_ddp(DistributedDataParallel.__init__)
+if "horovod.torch" in sys.modules:
+    optimizer = sys.modules["horovod.torch.optimizer"]._DistributedOptimizer
+    optimizer.synchronize = watch_horovod(optimizer.synchronize)
+profile = None
+if TRACED:
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    torch.nn.modules.module.register_module_forward_hook(after_forward)
+    torch.Tensor.backward = backward
+    profile = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=STEPS - TRACED, active=TRACED),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(FOLDER / f"{rank()}.trace.json")),
+    )
+    profile.start()
