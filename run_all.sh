@@ -3,6 +3,7 @@
 #
 #     bash run_all.sh [options of main.py]     trains with the five methods one after another, and compares them
 #     bash run_all.sh --test [options of pytest]     runs the tests
+#     bash run_all.sh --bench [--rounds 3] [--steps 4] [options of main.py]     measures their speed beside a bare loop's
 #
 # Results go to runs/, or where RUNS says.
 # Set-up goes into the active virtual or conda environment, else into .venv, which it makes. System packages are yours to
@@ -64,6 +65,10 @@ fi
 
 if [ "${1:-}" = --test ]; then
   exec python3 -m pytest "$root/tests" "${@:2}"
+fi
+
+if [ "${1:-}" = --bench ]; then
+  exec python3 "$root/common/bench.py" "${RUNS:-$root/runs}" "${@:2}"
 fi
 
 # A method that fails does not stop the others: the comparison says what became of it.

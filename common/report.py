@@ -73,17 +73,17 @@ def weight_difference(checkpoint, reference):
     return max((one[key].double() - other[key].double()).abs().max().item() for key in one)
 
 
-def text_table(rows):
-    widths = [max(len(line[i]) for line in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
+def text_table(rows, columns=COLUMNS):
+    widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
     lines = []
-    for line in [COLUMNS, *rows]:
+    for line in [columns, *rows]:
         first, *others = (cell.rjust(width) for cell, width in zip(line, widths))
         lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
     return "\n".join(lines)
 
 
-def markdown_table(rows):
-    lines = [COLUMNS, ["---", *["---:"] * (len(COLUMNS) - 1)], *rows]
+def markdown_table(rows, columns=COLUMNS):
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
