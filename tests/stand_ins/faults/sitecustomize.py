@@ -10,23 +10,23 @@ import time
 import tqdm
 
 what, rank, *step = os.environ.get("FAULT", "none 0").split()
-update = tqdm.tqdm.update
+iterate = tqdm.tqdm.__iter__
 
 
 def is_it():
     return rank == os.environ.get("RANK", os.environ.get("HOROVOD_RANK", os.environ.get("LOCAL_RANK")))
 
 
-def faulty(bar, n=1):
-    update(bar, n)
-    bar.count = getattr(bar, "count", 0) + 1
-    if is_it() and bar.count == int(step[0]):
-        if what == "raise":
-            raise ZeroDivisionError("the fault of this test")
-        time.sleep(1000)
+def faulty(bar):
+    for count, item in enumerate(iterate(bar)):
+        if is_it() and count == int(step[0]):
+            if what == "raise":
+                raise ZeroDivisionError("the fault of this test")
+            time.sleep(1000)
+        yield item
 
 
 if what in ("raise", "stall"):
-    tqdm.tqdm.update = faulty
+    tqdm.tqdm.__iter__ = faulty
 elif what == "never" and is_it():
     time.sleep(1000)
