@@ -3,7 +3,7 @@
 #
 #     bash run_all.sh [options of main.py]     trains with the five methods one after another, and compares them
 #     bash run_all.sh --test [options of pytest]     runs the tests
-#     bash run_all.sh --bench [--rounds 3] [--steps 4] [options of main.py]     measures their speed beside a bare loop's
+#     bash run_all.sh --bench [--rounds 3] [--steps 2] [options of main.py]     measures their speed beside a bare loop's
 #
 # Results go to runs/, or where RUNS says.
 # Set-up goes into the active virtual or conda environment, else into .venv, which it makes. System packages are yours to

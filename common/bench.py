@@ -53,7 +53,7 @@ def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
+    parser.add_argument("--steps", type=int, default=2, help="that count, of each run")
     parser.add_argument("--arch", default="resnet18")
     parser.add_argument("--image-size", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=64)
