@@ -1,4 +1,4 @@
-"""Watches a training process from within, for run_all.sh --bench and --timeline.
+"""Watches a training process from within, for run_all.sh --bench.
 
 Where PROBE is set, errors.py imports it into every process of a main.py, and so needs no line in them:
 
