@@ -3,7 +3,8 @@
 #
 #     bash run_all.sh [options of main.py]     trains with the five methods one after another, and compares them
 #     bash run_all.sh --test [options of pytest]     runs the tests
-#     bash run_all.sh --bench [--rounds 3] [--steps 2] [options of main.py]     measures their speed beside a bare loop's
+#     bash run_all.sh --bench [--rounds 3] [--steps 3] [options of main.py]     measures their speed beside a bare loop's
+#     bash run_all.sh --timeline [--slow-rank R] [options of main.py]     draws what each process does, and when
 #
 # Results go to runs/, or where RUNS says.
 # Set-up goes into the active virtual or conda environment, else into .venv, which it makes. System packages are yours to
@@ -67,9 +68,9 @@ if [ "${1:-}" = --test ]; then
   exec python3 -m pytest "$root/tests" "${@:2}"
 fi
 
-if [ "${1:-}" = --bench ]; then
-  exec python3 "$root/common/bench.py" "${RUNS:-$root/runs}" "${@:2}"
-fi
+case "${1:-}" in --bench | --timeline)
+  exec python3 "$root/common/${1#--}.py" "${RUNS:-$root/runs}" "${@:2}" ;;
+esac
 
 # A method that fails does not stop the others: the comparison says what became of it.
 runs=${RUNS:-$root/runs}

@@ -2,9 +2,10 @@
 
     python3 common/bench.py RUNS [--rounds N] [options of main.py]
 
-Every method with 1 and with N processes, beside the limit: bare.py's forward, backward, step and nothing else. Each
-round starts all of them one after another, so that a machine that gets slower or faster does so for all. Prints a table
-and writes RUNS/bench.md, bench.png and bench.json. Ends with status 1 if a method did not run.
+Every method with 1 and with N processes on synthetic images, beside the limit: bare.py's forward, backward, step and
+nothing else. With --data DIR also on its files, beside the limit that decoding.py finds. Each round starts all of them
+one after another, so that a machine that gets slower or faster does so for all. Prints a table and writes bench.md,
+bench.png and bench.json into RUNS. Ends with status 1 if a method did not run.
 """
 
 import argparse
@@ -16,16 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import report
 import torch
 import torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from common import report
+from common.data import build_datasets
+from common.errors import number, refuse, require
+from common.model import check_model
+
+FILES = " from files"
 WARM_UP = 2  # steps: the first allocates, the second follows the rebuilding of DDP's buckets
-LABELS = {"bare": "limit: the bare loop", **report.NAMES}
+LABELS = {"bare": "limit: the bare loop", "decoding": "limit: decoding alone", **report.NAMES}
 if not importlib.util.find_spec("apex"):  # as 04_apex/run.sh does, more carefully
     LABELS["04_apex"] = "torch.amp (04, no Apex)"
 COLUMNS = [
@@ -42,7 +50,7 @@ COLUMNS = [
 ]
 LEGEND = """
 - images/s: the median step of all rounds after {warm_up} steps of warm-up; min-max: the rounds' medians.
-- of the limit: of the bare loop with as many processes. Of one bare process: with all of this machine's {what}.
+- of the limit: of the bare loop with as many processes{files}. Of one bare process: with all of this machine's {what}.
 - scaling: N processes, of N times one process that has {share}.
 - first step: seconds from the launch to the end of the first step. Memory: the largest process's peak{gpu}.
 - waiting: the share of a step that a process waits for the gradients of others (for slower ones, too).
@@ -51,60 +59,90 @@ LEGEND = """
 
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2, help="that count, of each run")
-    parser.add_argument("--arch", default="resnet18")
-    parser.add_argument("--image-size", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.error = refuse
+    add = parser.add_argument
+    add("runs", type=Path)
+    add("--rounds", type=number(1), default=3)
+    add("--steps", type=number(1), default=3, help="that count, of each run")
+    add("--data", help="a folder of images, on which the methods are timed, too")
+    add("--arch", default="resnet18")
+    add("--image-size", type=number(1), default=128)
+    add("--batch-size", type=number(1), default=64)
+    add("--workers", type=number(1), default=2)
     args, others = parser.parse_known_args()
-    gpus = torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0))
+    args.pretrained = args.evaluate = False
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     count = int(os.environ.get("NPROC") or gpus or min(4, cores))
-    shape = [args.arch, str(args.image_size), str(args.batch_size)]
-    options = ["--data", "fake", "--arch", args.arch, "--image-size", args.image_size, "--batch-size", args.batch_size]
+    check_model(args, args.batch_size // count)
+    options = ["--arch", args.arch, "--image-size", args.image_size, "--batch-size", args.batch_size]
+    options += ["--workers", args.workers, *others]
+    racers = list_racers(args, options, count, cores)
 
-    racers = {}  # (method, processes): the command, or None where there is none
-    for processes in sorted({1, count}):
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else ["python3"]
-        racers["bare", processes] = [*launcher, ROOT / "common" / "bare.py", *shape]
-        for method in report.NAMES:
-            if method != "01_dataparallel" or processes == 1:
-                racers[method, processes] = ["bash", ROOT / method / "run.sh", *options, *others]
-    results = {racer: [] for racer in racers}
-    failures = {}
+    results, failures = {racer: [] for racer in racers}, {}
     start = time.monotonic()
-    for number in range(args.rounds):
+    for turn in range(args.rounds):
         for racer, command in racers.items():
             if racer in failures:
                 continue
-            print(f"\rround {number + 1}/{args.rounds}  {racer[0]} x {racer[1]}".ljust(60), end="", flush=True)
+            print(f"\rround {turn + 1}/{args.rounds}  {' '.join(map(str, racer))}".ljust(60), end="", flush=True)
             try:
-                results[racer].append(run(command, racer[1], cores, WARM_UP + args.steps))
+                results[racer].append(run(command, racer, args, cores))
             except RuntimeError as error:
+                print("\r".ljust(60), end="\r", flush=True)
+                require(racer[0] != "02_distributed", error)  # the options' fault, which others would only repeat
                 failures[racer] = str(error)
-    print("\r".ljust(60))
+    print("\r".ljust(60), end="\r")
     figures = {racer: summary(rounds, args.batch_size) for racer, rounds in results.items() if rounds}
-    rows = [row(racer, figures, failures, count) for racer in racers]
+    rows = [row(racer, figures, failures) for racer in racers]
     share = "a GPU of its own" if gpus else "as many cores as all N together, so that 1/N is all there is to get"
     words = {"what": "GPU", "gpu": ", and its GPU's"} if gpus else {"what": "cores", "gpu": ""}
+    words["files"] = "; from files: of the lower of decoding and the method on synthetic images" if args.data else ""
     legend = LEGEND.format(warm_up=WARM_UP, share=share, **words)
     machine = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{cores} cores, no GPU"
-    setting = f"{' '.join(map(str, options + others))}; {args.rounds} rounds of {args.steps} steps; {machine}; "
+    setting = f"{' '.join(map(str, options))}; {args.rounds} rounds of {args.steps} steps; {machine}; "
     setting += f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision.__version__}"
     print(report.text_table(rows, COLUMNS), legend, setting, sep="\n")
     args.runs.mkdir(parents=True, exist_ok=True)
     markdown = report.markdown_table(rows, COLUMNS)
     (args.runs / "bench.md").write_text(f"{markdown}{legend}\n{setting}\n\n![images per second](bench.png)\n")
-    data = {f"{method} x {processes}": figure for (method, processes), figure in figures.items()}
+    data = {" x ".join(map(str, racer[:2])) + racer[2]: figure for racer, figure in figures.items()}
     (args.runs / "bench.json").write_text(json.dumps({"setting": setting, "figures": data}, indent=1))
     draw(figures, args.runs / "bench.png")
     print(f"\n{time.monotonic() - start:.0f} s. {args.runs / 'bench.md'}, bench.png, bench.json")
     sys.exit(bool(failures))
 
 
-def run(command, processes, cores, steps):
+def list_racers(args, options, count, cores):
+    """Returns the commands by (method, number of processes, "" for synthetic images or FILES)."""
+    racers = {}
+    for processes in sorted({1, count}):
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={processes}"]
+        shape = [args.arch, args.image_size, args.batch_size]
+        racers["bare", processes, ""] = [*launcher, ROOT / "common" / "bare.py", *shape]
+        for method in report.NAMES:
+            if method != "01_dataparallel" or processes == 1:
+                racers[method, processes, ""] = ["bash", ROOT / method / "run.sh", "--data", "fake", *options]
+    if args.data:
+        train_set, _ = build_datasets(args.data, args.image_size)
+        wanted = (warm_up(args, FILES) + args.steps) * args.batch_size
+        require(len(train_set) >= wanted, f"--data: {len(train_set)} images for training; the race needs {wanted}")
+        shape = [args.data, args.image_size, args.batch_size, cores, warm_up(args, FILES) + args.steps]
+        racers["decoding", cores, FILES] = ["python3", ROOT / "common" / "decoding.py", *shape]
+        for method in report.NAMES:
+            processes = 1 if method == "01_dataparallel" else count
+            racers[method, processes, FILES] = ["bash", ROOT / method / "run.sh", "--data", args.data, *options]
+    return racers
+
+
+def warm_up(args, source):
+    """Returns the number of steps that do not count: with files, not those whose images were ready before the first."""
+    return WARM_UP + 2 * args.workers if source == FILES else WARM_UP
+
+
+def run(command, racer, args, cores):
     """Returns the probes' figures, one per process. RuntimeError says why there are none."""
+    method, processes, source = racer
+    steps = warm_up(args, source) + args.steps
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"PROBE": folder, "PROBE_STEPS": str(steps), "NPROC": str(processes)}
         env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
@@ -112,19 +150,24 @@ def run(command, processes, cores, steps):
         command = [str(part) for part in command]
         done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         files = sorted(Path(folder).glob("[0-9]*.json"))
+        if method == "decoding" and done.returncode == 0:
+            return float(done.stdout)
         if done.returncode or not files:
             lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["it took no steps"]
             raise RuntimeError(lines[0].partition("rror: ")[2] or lines[0])
-        return [json.loads(file.read_text()) | {"launch": launch} for file in files]
+        return [json.loads(file.read_text()) | {"launch": launch, "steps": args.steps} for file in files]
 
 
 def summary(rounds, batch_size):
     """rounds: of each run the figures of its processes. Returns the medians that the table shows."""
+    if isinstance(rounds[0], float):
+        return {"images_per_second": median(rounds), "rounds": rounds}
     steps, waits = [], []
-    for processes in rounds:
-        ends = [max(times) for times in zip(*(process["ends"] for process in processes))]
-        steps.append([after - before for before, after in zip(ends[WARM_UP - 1 :], ends[WARM_UP:])])
-        waits += [median(process["waits"][WARM_UP:]) for process in processes if process["waits"]]
+    for run in rounds:
+        count = run[0]["steps"]
+        ends = [max(times) for times in zip(*(process["ends"] for process in run))][-count - 1 :]
+        steps.append([after - before for before, after in pairwise(ends)])
+        waits += [median(process["waits"][-count:]) for process in run if process["waits"]]
     step = median(time for times in steps for time in times)
     return {
         "images_per_second": batch_size / step,
@@ -136,28 +179,35 @@ def summary(rounds, batch_size):
     }
 
 
-def row(racer, figures, failures, count):
-    method, processes = racer
+def row(racer, figures, failures):
+    """Returns the table's line for a racer, as texts."""
+    method, processes, source = racer
+    label = LABELS[method] + (source if method != "decoding" else "")
     if racer in failures:
-        return [LABELS[method], str(processes), *["-"] * 7, failures[racer]]
+        return [label, str(processes), *["-"] * 7, failures[racer]]
     figure = figures[racer]
     speed, rounds = figure["images_per_second"], figure["rounds"]
+    cells = [label, str(processes), f"{speed:,.1f}", f"{min(rounds):,.1f}-{max(rounds):,.1f}"]
+    if method == "decoding":
+        return [*cells, *["-"] * 6]
 
-    def ratio(other, times=1):
-        return f"{speed / times / figures[other]['images_per_second']:.2f}" if other in figures else "-"
+    def ratio(*others, times=1):
+        if not all(other in figures for other in others):
+            return "-"
+        return f"{speed / times / min(figures[other]['images_per_second'] for other in others):.2f}"
 
-    memory = " + ".join(f"{figure[kind] / 1e6:,.0f}" for kind in ("memory", "gpu_memory") if figure[kind])
+    limits = [("bare", processes, "")]
+    if source == FILES:
+        limits = [racer for racer in figures if racer[0] == "decoding"] + [(method, processes, "")]
+    waits = processes > 1 and figure["waiting"] is not None
     return [
-        LABELS[method],
-        str(processes),
-        f"{speed:,.1f}",
-        f"{min(rounds):,.1f}-{max(rounds):,.1f}",
-        ratio(("bare", processes)),
-        ratio(("bare", 1)),
-        ratio((method, 1), processes) if processes > 1 else "-",
+        *cells,
+        ratio(*limits),
+        ratio(("bare", 1, "")),
+        ratio((method, 1, ""), times=processes) if processes > 1 and not source else "-",
         f"{figure['first_step']:.1f}",
-        memory,
-        "-" if processes == 1 or figure["waiting"] is None else f"{100 * figure['waiting']:.0f}",
+        " + ".join(f"{figure[kind] / 1e6:,.0f}" for kind in ("memory", "gpu_memory") if figure[kind]),
+        f"{100 * figure['waiting']:.0f}" if waits else "-",
     ]
 
 
@@ -168,9 +218,10 @@ def draw(figures, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    counts = sorted({processes for _, processes in figures})
+    figures = {racer: figure for racer, figure in figures.items() if racer[0] != "decoding"}  # too high to be shown
+    counts = sorted({processes for _, processes, _ in figures})
     figure, axes = plt.subplots(figsize=(9, 0.4 * len(figures) + 1.2), layout="constrained")
-    for place, ((_, processes), result) in enumerate(figures.items()):
+    for place, ((_, processes, _), result) in enumerate(figures.items()):
         speed, rounds = result["images_per_second"], result["rounds"]
         reach = [[max(0, speed - min(rounds))], [max(0, max(rounds) - speed)]]
         kind = counts.index(processes)
@@ -179,7 +230,7 @@ def draw(figures, path):
         box = {"fc": "white", "pad": 1, "lw": 0}
         axes.text(speed * 0.02, place, f"{speed:,.1f}", va="center", weight="bold", bbox=box)
     plural = {1: "process"}
-    names = [f"{LABELS[method]}, {n} {plural.get(n, 'processes')}" for method, n in figures]
+    names = [f"{LABELS[method]}{source}, {n} {plural.get(n, 'processes')}" for method, n, source in figures]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("training speed, images per second: median, and range of the rounds")

@@ -6,8 +6,10 @@ import functools
 import math
 import os
 import re
+import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -89,7 +91,7 @@ def one_line_errors(main):
     @functools.wraps(main)
     def wrapper(*args):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the terminal has not
-        if "PROBE" in os.environ:  # run_all.sh --bench looks on
+        if "PROBE" in os.environ:  # run_all.sh --bench or --timeline looks on
             import common.probe  # noqa: F401
         try:
             try:
@@ -160,14 +162,22 @@ def check_start(args, cuda, docstring):
     args: the script's options. cuda: whether each process is to have a GPU. docstring: the script's, for its launcher.
     """
     check_launcher(docstring)
-    for name, share in (("GLOO_TIMEOUT", 1), ("STALL_CHECK_TIME", 4), ("STALL_SHUTDOWN_TIME", 4)):  # up to four checks
-        os.environ.setdefault(f"HOROVOD_{name}_SECONDS", str(max(1, getattr(args, "timeout", 0) // share)))
+    if "HOROVOD_RANK" in os.environ:
+        for name, share in (("GLOO_TIMEOUT", 1), ("STALL_CHECK_TIME", 4), ("STALL_SHUTDOWN_TIME", 4)):  # of 4
+            os.environ.setdefault(f"HOROVOD_{name}_SECONDS", str(max(1, args.timeout // share)))
     if hasattr(args, "world_size"):  # numbers of machines, not of processes; torchrun checks its own
         require(args.rank < args.world_size, f"--rank: must be less than {args.world_size} (--world-size)")
         require(args.world_size == 1 or args.dist_url[1] > 0, "--dist-url: must be that of the first of the machines")
     processes = getattr(args, "nprocs", os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("HOROVOD_LOCAL_SIZE", 1)))
     gpus = torch.cuda.device_count()
     require(not cuda or int(processes) <= gpus, f"{processes} processes, but only {gpus} GPUs, on this machine")
+    if args.compile:  # which writes C++ and has it compiled, with Python's headers
+        compiler = (
+            shutil.which(os.environ.get("CXX", "g++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
+        )
+        require(
+            compiler, "--compile: needs g++ and Python's headers. Debian and Ubuntu: apt-get install g++ python3-dev"
+        )
     if args.evaluate:
         weights = args.resume is not None or args.pretrained
         require(weights, "--evaluate: of which weights? Add --resume, --resume FILE or --pretrained")

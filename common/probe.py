@@ -1,11 +1,11 @@
-"""Watches a training process from within, for run_all.sh --bench.
+"""Watches a training process from within, for run_all.sh --bench and --timeline.
 
 Where PROBE is set, errors.py imports it into every process of a main.py, and so needs no line in them:
 
     PROBE         a folder, gets <rank>.json: when each step ended, waiting for communication, memory
     PROBE_STEPS   after that many steps the process ends: without validation and checkpoint
-    PROBE_TRACE   if set, the last of these steps are profiled instead: <rank>.trace.json, for Perfetto or TensorBoard
-    PROBE_SLOW    the rank that takes half as long again for each forward pass
+    PROBE_TRACE   if set, so many steps at the end are profiled instead: <rank>.trace.json, for Perfetto or TensorBoard
+    PROBE_SLOW    the rank that takes half as long again for each forward pass, when profiled
 """
 
 import json
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 FOLDER, STEPS, TRACED = Path(os.environ["PROBE"]), int(os.environ["PROBE_STEPS"]), int(os.environ.get("PROBE_TRACE", 0))
 ends, waits = [], []  # of each step: when it ended, and how long it waited for communication; seconds
 wrapped = []  # the modules that are DistributedDataParallel's
-depth = {"step": 0, "forward": 0}  # Horovod's optimizer calls SGD's step in its own, a network those of its layers
+depth = {"step": 0}  # Horovod's optimizer calls SGD's step in its own
 
 
 def rank():
@@ -47,9 +47,7 @@ def after_step(optimizer, args, kwargs):
     for model in wrapped:  # those of the step before
         times = model._get_ddp_logging_data()
         waits.append((times.get("backward_comm_time", 0) - times.get("backward_compute_comm_overlap_time", 0)) / 1e9)
-    if profile:
-        profile.step()
-    if len(ends) == STEPS:
+    if len(ends) == STEPS and not TRACED:
         finish()
 
 
@@ -84,24 +82,36 @@ def watch_horovod(synchronize):
     return wrapper
 
 
-def before_forward(module, inputs):
-    depth["forward"] += 1
-    if depth["forward"] == 1 and module.training:
-        module.probe = record_function("forward").__enter__()
-        module.probe_start = time.perf_counter()
+def watch_data(fetch):
+    def wrapper(self):
+        wait_for_gpu()
+        if ends:  # not in after_step, where the optimizer's span is still open
+            profile.step()
+        if len(ends) == STEPS:
+            finish()
+        batch = fetch(self)
+        after_data["time"] = time.perf_counter()
+        return batch
+
+    return wrapper
 
 
-def after_forward(module, inputs, output):
-    depth["forward"] -= 1
-    if depth["forward"] == 0 and module.training:
+def watch_backward(backward):
+    def wrapper(self, *args, **kwargs):
+        wait_for_gpu()  # a phase's time is then that of its own kernels
         if os.environ.get("PROBE_SLOW") == str(rank()):
-            time.sleep((time.perf_counter() - module.probe_start) / 2)
-        module.probe.__exit__(None, None, None)
+            with record_function("slow rank"):
+                time.sleep((time.perf_counter() - after_data["time"]) / 2)
+        with record_function("backward"):
+            backward(self, *args, **kwargs)
+            wait_for_gpu()
+
+    return wrapper
 
 
-def backward(self, *args, backward=torch.Tensor.backward, **kwargs):
-    with record_function("backward"):
-        backward(self, *args, **kwargs)
+def wait_for_gpu():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 register_optimizer_step_pre_hook(before_step)
@@ -112,9 +122,11 @@ if "horovod.torch" in sys.modules:
     optimizer.synchronize = watch_horovod(optimizer.synchronize)
 profile = None
 if TRACED:
-    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    torch.nn.modules.module.register_module_forward_hook(after_forward)
-    torch.Tensor.backward = backward
+    after_data = {}
+    torch.utils.data.dataloader._BaseDataLoaderIter.__next__ = watch_data(
+        torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    )
+    torch.Tensor.backward = watch_backward(torch.Tensor.backward)
     profile = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=STEPS - TRACED, active=TRACED),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(FOLDER / f"{rank()}.trace.json")),
