@@ -121,7 +121,8 @@ def test_options_of_some_scripts(parse, refused):
 # The start
 
 
-ARGS = {"evaluate": False, "resume": None, "pretrained": False, "output": Path("output"), "arch": "cnn"}
+ARGS = {"evaluate": False, "resume": None, "pretrained": False, "output": Path("output"), "arch": "cnn", "compile": False}
+ARGS |= {"timeout": 600}
 ENVIRONMENTS = {
     "python3": {},
     "torchrun": {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},

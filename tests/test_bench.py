@@ -1,9 +1,11 @@
-"""run_all.sh --bench, and the options that are there for speed."""
+"""run_all.sh --bench and --timeline, and the options that are there for speed."""
 
 import json
 
 import pytest
-from conftest import METHODS, ROOT, launch, load, train
+from conftest import METHODS, ROOT, launch, load, make_images, train
+
+from common import timeline
 
 FULL = [pytest.param(method, marks=pytest.mark.full) for method in ("03_multiprocessing", "05_horovod")]
 TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8]
@@ -11,7 +13,7 @@ TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8]
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_bench_measures_all(nproc, tmp_path):
-    options = ["--bench", "--rounds", 1, "--steps", 2, *TINY]
+    options = ["--bench", "--rounds", 1, "--steps", 1, *TINY]
     result = launch("bash", ROOT / "run_all.sh", *options, NPROC=nproc, RUNS=tmp_path, timeout=200)
     assert result.returncode == 0, result.output
     figures = json.loads((tmp_path / "bench.json").read_text())["figures"]
@@ -34,3 +36,62 @@ def test_gradients_of_16_bits(method, tmp_path):
         train(method, *options, *option, "--output", tmp_path / str(len(weights)))
         weights.append(load(tmp_path / str(len(weights)))["model"]["0.weight"])
     assert 0 < (weights[0] - weights[1]).abs().max() < 1e-3
+
+
+@pytest.mark.full
+def test_bench_measures_files(tmp_path):
+    data = make_images(tmp_path / "images", 80, 8)
+    options = ["--bench", "--rounds", 1, "--steps", 1, *TINY, "--data", data]
+    result = launch("bash", ROOT / "run_all.sh", *options, NPROC=1, RUNS=tmp_path, timeout=300)
+    assert result.returncode == 0, result.output
+    figures = json.loads((tmp_path / "bench.json").read_text())["figures"]
+    decoding = [name for name in figures if name.startswith("decoding")]
+    assert {name for name in figures if "files" in name} == {f"{m} x 1 from files" for m in METHODS} | set(decoding)
+    assert figures[decoding[0]]["images_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["--bench", "--rounds", "0"], "argument --rounds: 0 is out of range, which is 1 or more"),
+        (["--bench", "--arch", "resnet19"], "--arch: resnet19 is neither cnn nor"),
+        (["--bench", "--data", "nowhere"], "--data: "),
+        (["--timeline", "--slow-rank", "2"], "--slow-rank: there are ranks 0 to 1 only"),
+    ],
+)
+def test_wrong_options(options, line, tmp_path):
+    result = launch("bash", ROOT / "run_all.sh", *options, NPROC=2, RUNS=tmp_path)
+    assert result.returncode == 2
+    assert result.output.startswith(f"error: {line}") and result.output.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+def test_timeline(tmp_path):
+    """Reductions start while backward still runs, and the others wait for a slow rank."""
+    options = ["--timeline", "--slow-rank", 1, "--image-size", 48]
+    result = launch("bash", ROOT / "run_all.sh", *options, NPROC=2, RUNS=tmp_path, timeout=300)
+    assert result.returncode == 0, result.output
+    for method in METHODS:
+        folder = tmp_path / "timeline" / method
+        assert (tmp_path / "timeline" / f"{method}.png").stat().st_size > 10_000
+        ranks = [timeline.read(file) for file in sorted(folder.glob("*.trace.json"))]
+        if method == "01_dataparallel":
+            assert len(ranks) == 1
+            continue
+        if method == "05_horovod":
+            ranks[0] += timeline.read_horovod(folder / "horovod.json", ranks[0])
+        times = [{kind: [span[1:] for span in spans if span[0] == kind] for kind in timeline.KINDS} for spans in ranks]
+        assert all(len(rank["forward"]) == len(rank["backward"]) == timeline.TRACED for rank in times)
+        begin, end = times[0]["backward"][-1]
+        assert any(begin < start < end for start, _ in times[0][timeline.ALL_REDUCE])
+        assert len(times[1]["made slow on purpose"]) == timeline.TRACED and not times[0]["made slow on purpose"]
+        waits = [sum(end - start for start, end in rank["waiting for gradients"]) for rank in times]
+        assert waits[0] > waits[1]
+
+
+def test_compile_without_a_compiler():
+    result = launch("bash", ROOT / "02_distributed" / "run.sh", "--compile", CXX="no-such-g++")
+    assert result.returncode == 2
+    lines = [line for line in result.output.splitlines() if line.startswith("error")]
+    assert lines == ["error: --compile: needs g++ and Python's headers. Debian and Ubuntu: apt-get install g++ python3-dev"]
