@@ -140,22 +140,29 @@ def warm_up(args, source):
 
 
 def run(command, racer, args, cores):
-    """Returns the probes' figures, one per process. RuntimeError says why there are none."""
+    """Returns the probes' figures, one per process; of decoding alone, images per second."""
     method, processes, source = racer
-    steps = warm_up(args, source) + args.steps
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"PROBE": folder, "PROBE_STEPS": str(steps), "NPROC": str(processes)}
-        env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
         launch = time.time()
-        command = [str(part) for part in command]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        printed = start_probed(command, folder, processes, cores, PROBE_STEPS=warm_up(args, source) + args.steps)
+        if method == "decoding":
+            return float(printed)
         files = sorted(Path(folder).glob("[0-9]*.json"))
-        if method == "decoding" and done.returncode == 0:
-            return float(done.stdout)
-        if done.returncode or not files:
-            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["it took no steps"]
-            raise RuntimeError(lines[0].partition("rror: ")[2] or lines[0])
+        if not files:
+            raise RuntimeError("it took no steps")
         return [json.loads(file.read_text()) | {"launch": launch, "steps": args.steps} for file in files]
+
+
+def start_probed(command, folder, processes, cores, **env):
+    """Runs a command with probe.py in its processes, and returns what it printed. RuntimeError says why it failed."""
+    env = {name: str(value) for name, value in env.items()} | {"PROBE": str(folder), "NPROC": str(processes)}
+    env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+    command = [str(part) for part in command]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [f"status {done.returncode}"]
+        raise RuntimeError(lines[0].partition("rror: ")[2] or lines[0])
+    return done.stdout
 
 
 def summary(rounds, batch_size):

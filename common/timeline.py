@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from common import report
+from common.bench import start_probed
 from common.errors import number, refuse, require
 
 STEPS, TRACED = 6, 2
@@ -73,15 +73,14 @@ def trace(method, processes, slow_rank, folder, cores, options):
     """Leaves <rank>.trace.json in the folder, and Horovod's own horovod.json. RuntimeError says why there are none."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    env = os.environ | {"PROBE": str(folder), "PROBE_STEPS": str(STEPS), "PROBE_TRACE": str(TRACED)}
-    env |= {"NPROC": str(processes), "OMP_NUM_THREADS": str(max(1, cores // processes))}
-    env |= {"HOROVOD_TIMELINE": str(folder / "horovod.json")} if method == "05_horovod" else {}
-    env |= {} if slow_rank is None else {"PROBE_SLOW": str(slow_rank)}
-    command = ["bash", ROOT / method / "run.sh", *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode or not list(folder.glob("*.trace.json")):
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["it took no steps"]
-        raise RuntimeError(lines[0].partition("rror: ")[2] or lines[0])
+    env = {"PROBE_STEPS": STEPS, "PROBE_TRACE": TRACED}
+    if method == "05_horovod":
+        env["HOROVOD_TIMELINE"] = folder / "horovod.json"
+    if slow_rank is not None:
+        env["PROBE_SLOW"] = slow_rank
+    start_probed(["bash", ROOT / method / "run.sh", *options], folder, processes, cores, **env)
+    if not list(folder.glob("*.trace.json")):
+        raise RuntimeError("it took no steps")
 
 
 def read(file):

@@ -121,7 +121,14 @@ def test_options_of_some_scripts(parse, refused):
 # The start
 
 
-ARGS = {"evaluate": False, "resume": None, "pretrained": False, "output": Path("output"), "arch": "cnn", "compile": False}
+ARGS = {
+    "evaluate": False,
+    "resume": None,
+    "pretrained": False,
+    "output": Path("output"),
+    "arch": "cnn",
+    "compile": False,
+}
 ARGS |= {"timeout": 600}
 ENVIRONMENTS = {
     "python3": {},

@@ -94,4 +94,6 @@ def test_compile_without_a_compiler():
     result = launch("bash", ROOT / "02_distributed" / "run.sh", "--compile", CXX="no-such-g++")
     assert result.returncode == 2
     lines = [line for line in result.output.splitlines() if line.startswith("error")]
-    assert lines == ["error: --compile: needs g++ and Python's headers. Debian and Ubuntu: apt-get install g++ python3-dev"]
+    assert lines == [
+        "error: --compile: needs g++ and Python's headers. Debian and Ubuntu: apt-get install g++ python3-dev"
+    ]
