@@ -63,7 +63,7 @@ def main():
     add = parser.add_argument
     add("runs", type=Path)
     add("--rounds", type=number(1), default=3)
-    add("--steps", type=number(1), default=3, help="that count, of each run")
+    add("--steps", type=number(1), default=2, help="that count, of each run")
     add("--data", help="a folder of images, on which the methods are timed, too")
     add("--arch", default="resnet18")
     add("--image-size", type=number(1), default=128)

@@ -85,7 +85,7 @@ def test_accumulated_gradients(words, tmp_path):
 
 
 def test_synchronized_batch_norm():
-    """The conversion keeps weights and their names. Training with it takes GPUs: tests/gpu_check.sh does."""
+    """The conversion keeps weights and their names. Training with it takes GPUs, and is not tried."""
     space = {"torch": torch, "model": build_model("resnet18", 10)}
     before = space["model"].state_dict()
     exec(snippet("SyncBatchNorm"), space)
