@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from common import report
-from common.bench import start_probed
+from common.bench import LABELS, start_probed
 from common.errors import number, refuse, require
 
 STEPS, TRACED = 6, 2
@@ -49,7 +49,7 @@ def main():
     folder = args.runs / "timeline"
     found, failures = {}, []
     for method in report.NAMES:
-        print(f"{report.NAMES[method]} ...", flush=True)
+        print(f"{LABELS[method]} ...", flush=True)
         try:
             trace(method, 1 if method == "01_dataparallel" else count, args.slow_rank, folder / method, cores, options)
             found[method] = [read(file) for file in sorted((folder / method).glob("*.trace.json"))]
@@ -57,14 +57,14 @@ def main():
                 found[method][0] += read_horovod(folder / method / "horovod.json", found[method][0])
         except RuntimeError as error:
             require(method != "01_dataparallel", error)  # the options' fault, which the others would only repeat
-            failures.append(f"{report.NAMES[method]}: {error}")
+            failures.append(f"{LABELS[method]}: {error}")
     for method, ranks in found.items():
         start = min(span[1] for spans in ranks for span in spans)
         found[method] = [[(kind, begin - start, end - start) for kind, begin, end in spans] for spans in ranks]
     longest = max(span[2] for ranks in found.values() for spans in ranks for span in spans)
     machine = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{cores} cores, no GPU"
     for method, ranks in found.items():
-        draw(report.NAMES[method], ranks, longest, f"{machine}, torch {torch.__version__}", folder / f"{method}.png")
+        draw(LABELS[method], ranks, longest, f"{machine}, torch {torch.__version__}", folder / f"{method}.png")
     print("\n".join([*failures, f"{folder}: the pictures, and the traces for https://ui.perfetto.dev"]))
     sys.exit(bool(failures))
 
