@@ -73,7 +73,7 @@ def main():
     args.pretrained = args.evaluate = False
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     count = int(os.environ.get("NPROC") or gpus or min(4, cores))
-    check_model(args, args.batch_size // count)
+    check_model(args, max(1, args.batch_size // count))
     options = ["--arch", args.arch, "--image-size", args.image_size, "--batch-size", args.batch_size]
     options += ["--workers", args.workers, *others]
     racers = list_racers(args, options, count, cores)

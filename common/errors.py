@@ -163,7 +163,7 @@ def check_start(args, cuda, docstring):
     """
     check_launcher(docstring)
     if "HOROVOD_RANK" in os.environ:
-        for name, share in (("GLOO_TIMEOUT", 1), ("STALL_CHECK_TIME", 4), ("STALL_SHUTDOWN_TIME", 4)):  # of 4
+        for name, share in (("GLOO_TIMEOUT", 1), ("STALL_CHECK_TIME", 4), ("STALL_SHUTDOWN_TIME", 4)):  # 4 checks
             os.environ.setdefault(f"HOROVOD_{name}_SECONDS", str(max(1, args.timeout // share)))
     if hasattr(args, "world_size"):  # numbers of machines, not of processes; torchrun checks its own
         require(args.rank < args.world_size, f"--rank: must be less than {args.world_size} (--world-size)")
@@ -172,12 +172,9 @@ def check_start(args, cuda, docstring):
     gpus = torch.cuda.device_count()
     require(not cuda or int(processes) <= gpus, f"{processes} processes, but only {gpus} GPUs, on this machine")
     if args.compile:  # which writes C++ and has it compiled, with Python's headers
-        compiler = (
-            shutil.which(os.environ.get("CXX", "g++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
-        )
-        require(
-            compiler, "--compile: needs g++ and Python's headers. Debian and Ubuntu: apt-get install g++ python3-dev"
-        )
+        headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+        found = headers and shutil.which(os.environ.get("CXX", "g++"))
+        require(found, "--compile: needs g++ and Python's headers. Debian and Ubuntu: apt-get install g++ python3-dev")
     if args.evaluate:
         weights = args.resume is not None or args.pretrained
         require(weights, "--evaluate: of which weights? Add --resume, --resume FILE or --pretrained")

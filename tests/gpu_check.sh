@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What the CPU tests cannot try, on one GPU, in less than 8 minutes and without a network; a short table comes last:
+# What the CPU tests cannot try, on one GPU and without a network, meant to take less than 8 minutes (not yet run on
+# one); a short table comes last:
 #
 #     bash tests/gpu_check.sh
 #
