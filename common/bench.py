@@ -32,7 +32,7 @@ from common.errors import number, refuse, require
 from common.model import check_model
 
 FILES = " from files"
-WARM_UP = 2  # steps: the first allocates, the second follows the rebuilding of DDP's buckets
+WARM_UP = 3  # steps: they allocate, and DDP rebuilds its buckets
 LABELS = {"bare": "limit: the bare loop", "decoding": "limit: decoding alone", **report.NAMES}
 if not importlib.util.find_spec("apex"):  # as 04_apex/run.sh does, more carefully
     LABELS["04_apex"] = "torch.amp (04, no Apex)"
@@ -62,8 +62,8 @@ def main():
     parser.error = refuse
     add = parser.add_argument
     add("runs", type=Path)
-    add("--rounds", type=number(1), default=3)
-    add("--steps", type=number(1), default=2, help="that count, of each run")
+    add("--rounds", type=number(1), default=2)
+    add("--steps", type=number(1), default=5, help="that count, of each run")
     add("--data", help="a folder of images, on which the methods are timed, too")
     add("--arch", default="resnet18")
     add("--image-size", type=number(1), default=128)
