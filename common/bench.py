@@ -32,7 +32,7 @@ from common.errors import number, refuse, require
 from common.model import check_model
 
 FILES = " from files"
-WARM_UP = 3  # steps: they allocate, and DDP rebuilds its buckets
+WARM_UP = 3  # steps: they allocate, DDP rebuilds its buckets, and the loaders have just started
 LABELS = {"bare": "limit: the bare loop", "decoding": "limit: decoding alone", **report.NAMES}
 if not importlib.util.find_spec("apex"):  # as 04_apex/run.sh does, more carefully
     LABELS["04_apex"] = "torch.amp (04, no Apex)"
