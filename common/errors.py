@@ -81,6 +81,11 @@ def note(message):
         print(f"note: {message}", file=sys.stderr, flush=True)
 
 
+def some(names):
+    """Returns the first few of the names as text."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def local_rank():
     return int(os.environ.get("LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", 0)))
 

@@ -4,7 +4,6 @@ import difflib
 from pathlib import Path
 
 import torch
-import torchvision
 from torch import nn
 
 from common.errors import refuse
@@ -17,6 +16,8 @@ def build_model(arch, num_classes, pretrained=False):
     pretrained: start from torchvision's ImageNet weights. The last layer stays random unless num_classes is 1,000.
     Weights that cannot be downloaded end the process with status 2.
     """
+    import torchvision  # not above: see data.py
+
     if arch == "cnn":
         return cnn(num_classes)
     options = {}
@@ -40,6 +41,8 @@ def check_model(args, batch_size):
     args: arch, pretrained, image_size, evaluate. batch_size: of one process.
     The network is tried on PyTorch's meta device, which has shapes but no numbers, and so costs no more than a moment.
     """
+    import torchvision
+
     names = ["cnn", *torchvision.models.list_models(module=torchvision.models)]
     if args.arch not in names:
         near = difflib.get_close_matches(args.arch, names)

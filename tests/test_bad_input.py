@@ -25,7 +25,8 @@ from conftest import CLASSES, METHODS, ROOT, launch, load, make_images, metrics,
 from PIL import Image
 
 from common import errors
-from common.data import build_datasets, load_image
+from common.data import build_datasets
+from common.images import load_image
 from common.model import build_model, check_model, read_checkpoint
 
 FULL = pytest.mark.full

@@ -129,8 +129,9 @@ def test_pretrained(capsys, tmp_path, monkeypatch):
     assert "cannot download the weights of resnet34: no network" in refused(capsys, "resnet34", 3, pretrained=True)
 
 
-def test_scikit_learn_is_imported_for_building_only():
+def test_slow_libraries_are_imported_where_they_are_needed_only():
     build_datasets("digits", 8)  # there are digits from here on
-    code = "import sys, common.data; common.data.build_datasets('digits', 8); print('sklearn' in sys.modules)"
+    code = "import sys, common.data, common.model; print('torchvision' in sys.modules); "
+    code += "common.data.build_datasets('digits', 8); print('sklearn' in sys.modules)"
     result = launch(sys.executable, "-c", code, cwd=common.data.DIGITS.parents[1])
-    assert result.output.strip() == "False"
+    assert result.output.split() == ["False", "False"]
