@@ -76,7 +76,7 @@ def trace(method, processes, slow_rank, folder, cores, options):
     env = {"PROBE_STEPS": STEPS, "PROBE_TRACE": TRACED}
     if method == "05_horovod":
         env["HOROVOD_TIMELINE"] = folder / "horovod.json"
-    if slow_rank is not None:
+    if slow_rank is not None and processes > 1:  # one process has nobody to wait for it
         env["PROBE_SLOW"] = slow_rank
     start_probed(["bash", ROOT / method / "run.sh", *options], folder, processes, cores, **env)
     if not list(folder.glob("*.trace.json")):

@@ -22,6 +22,7 @@ def test_without_apex_main_says_which_one():
     assert "needs NVIDIA's Apex at tag 25.05" in line and "No module named 'apex'" in line and "native.py" in line
 
 
+@pytest.mark.full
 def test_pypis_apex_is_named():
     """By main.py as an error, by run.sh as the reason why native.py runs."""
     env = {"PYTHONPATH": STAND_INS / "pypi"}

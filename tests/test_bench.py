@@ -5,13 +5,34 @@ import json
 import pytest
 from conftest import METHODS, ROOT, launch, load, make_images, train
 
-from common import timeline
+from common import bench, timeline
 
-FULL = [pytest.param(method, marks=pytest.mark.full) for method in ("03_multiprocessing", "05_horovod")]
 TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8]
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_summary():
+    """Two runs of two processes; a step ends with the slower one, and the first steps do not count."""
+
+    def process(launch, times, memory):
+        ends = [launch + sum(times[: i + 1]) for i in range(len(times))]
+        return {"launch": launch, "steps": 2, "ends": ends, "waits": [9, 9, 0.1, 0.3], "memory": memory}
+
+    runs = [
+        [process(100, [5, 3, 1, 1], 10), process(100, [6, 2, 1, 2], 20)],
+        [process(200, [4, 2, 3, 3], 10), process(200, [4, 2, 3, 1], 14)],
+    ]
+    assert bench.summary(runs, 8) == {
+        "images_per_second": pytest.approx(8 / 2.5),  # steps: 1, 2, 3, 3 seconds
+        "rounds": [pytest.approx(8 / 1.5), pytest.approx(8 / 3)],
+        "first_step": 5,
+        "memory": 17,
+        "gpu_memory": 0,
+        "waiting": pytest.approx(0.2 / 2.5),
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_bench_measures_all(nproc, tmp_path):
     options = ["--bench", "--rounds", 1, "--steps", 1, *TINY]
     result = launch("bash", ROOT / "run_all.sh", *options, NPROC=nproc, RUNS=tmp_path, timeout=200)
@@ -27,7 +48,8 @@ def test_bench_measures_all(nproc, tmp_path):
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("method", ["02_distributed", *FULL])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["02_distributed", "03_multiprocessing", "05_horovod"])
 def test_gradients_of_16_bits(method, tmp_path):
     """Nearly the same weights: not the same, or the option would do nothing."""
     options = ["--epochs", 1, "--max-steps", 3, "--workers", 0]
@@ -54,8 +76,8 @@ def test_bench_measures_files(tmp_path):
     "options, line",
     [
         (["--bench", "--rounds", "0"], "argument --rounds: 0 is out of range, which is 1 or more"),
-        (["--bench", "--arch", "resnet19"], "--arch: resnet19 is neither cnn nor"),
-        (["--bench", "--data", "nowhere"], "--data: "),
+        pytest.param(["--bench", "--arch", "resnet19"], "--arch: resnet19 is neither cnn nor", marks=pytest.mark.full),
+        pytest.param(["--bench", "--data", "nowhere"], "--data: ", marks=pytest.mark.full),
         (["--timeline", "--slow-rank", "2"], "--slow-rank: there are ranks 0 to 1 only"),
     ],
 )
@@ -90,6 +112,7 @@ def test_timeline(tmp_path):
         assert waits[0] > waits[1]
 
 
+@pytest.mark.full
 def test_compile_without_a_compiler():
     result = launch("bash", ROOT / "02_distributed" / "run.sh", "--compile", CXX="no-such-g++")
     assert result.returncode == 2

@@ -70,7 +70,8 @@ def test_a_killed_process(method, tmp_path):
     breaks(method, tmp_path, kill_rank_1, CAUSES["kill_rank_1", method])
 
 
-@pytest.mark.parametrize("method", ["02_distributed", *[pytest.param(m, marks=FULL) for m in (METHODS[0], METHODS[4])]])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["01_dataparallel", "02_distributed", "05_horovod"])
 def test_a_killed_worker_of_a_loader(method, tmp_path):
     rank = 0 if method == "01_dataparallel" else 1
     breaks(method, tmp_path, kill_worker, [f"error: process {rank}: DataLoader worker"])
@@ -133,7 +134,8 @@ def test_a_loss_that_is_not_finite(method, tmp_path):
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
 
 
-@pytest.mark.parametrize("scale", ["inf", pytest.param("1024", marks=FULL)])
+@pytest.mark.full
+@pytest.mark.parametrize("scale", ["inf", "1024"])
 def test_steps_skipped_by_a_scaler_are_no_failure(scale, tmp_path):
     """Played on a CPU: with an infinite scale no step is taken, and the run goes on; with a finite one it grows, also
     from where the run is resumed."""
@@ -167,7 +169,7 @@ def stopped(run, stop, seconds=20):
     assert not any(word in text for word in ("Traceback", "rror", "arning")), text
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*SOME_LAUNCHERS, *[pytest.param(m, marks=FULL) for m in (METHODS[0], METHODS[3])]])
 def test_ctrl_c_in_mid_epoch(method, tmp_path):
     with running(method, tmp_path) as run:
         wait_for(run, "step 50/")

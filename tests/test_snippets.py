@@ -64,7 +64,7 @@ def reference():
     return model.state_dict()
 
 
-@pytest.mark.parametrize("words", ["no_sync", "backward_passes_per_step"])
+@pytest.mark.parametrize("words", ["no_sync", pytest.param("backward_passes_per_step", marks=pytest.mark.full)])
 def test_accumulated_gradients(words, tmp_path):
     """Batches taken together are one large one; with no_sync only the last of them exchanges gradients."""
     torchrun = words == "no_sync"

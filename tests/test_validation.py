@@ -32,10 +32,10 @@ def figures(text):
 LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--standalone"]  # the article's, torchrun's forerunner
 
 
-FULL = [pytest.param(method, marks=pytest.mark.full) for method in METHODS[2:]]
+OTHERS = [pytest.param(method, marks=pytest.mark.full) for method in METHODS if method != "02_distributed"]
 
 
-@pytest.mark.parametrize("method", [*METHODS[:2], *FULL])
+@pytest.mark.parametrize("method", ["02_distributed", *OTHERS])
 def test_seven_images_and_three_processes(method, trained):
     """Shares of 3, 2 and 2 images in batches of 2: the last ones are of one image, or there is none."""
     data, output = trained
@@ -63,7 +63,9 @@ def test_one_image_and_two_processes(method, tmp_path):
     assert figures(result.output) == [0, 100, 100, 1]  # whatever the image, of one class
 
 
-@pytest.mark.parametrize(("method", "epochs"), [("01_dataparallel", 1), ("05_horovod", 2)])
+@pytest.mark.parametrize(
+    ("method", "epochs"), [pytest.param("01_dataparallel", 1, marks=pytest.mark.full), ("05_horovod", 2)]
+)
 def test_resuming_a_finished_run_trains_nothing(method, epochs, trained):
     """Nor does it with fewer --epochs than there are; the files stay as they are."""
     data, output = trained
