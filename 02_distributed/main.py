@@ -1,7 +1,7 @@
 """Method 2: torch.distributed. One process per GPU, started by torchrun; each trains on its share of every batch.
 
-DistributedDataParallel starts all processes from the same weights and averages their gradients while backward is still
-running. Every optimizer then takes the same step, so the models stay equal without being sent again.
+DistributedDataParallel starts all processes from the same weights and averages their gradients while backward is
+still running. Every optimizer then takes the same step, so the models stay equal without being sent again.
 
     torchrun --nproc_per_node=2 02_distributed/main.py
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=HOST0 --master_port=29500 02_distributed/main.py
@@ -82,19 +82,20 @@ def main():
     check_model(args, args.batch_size // world_size)  # before the data, which may take a minute to list
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
     require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
-    options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # not dropout's
+    kwargs = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
+    kwargs |= {"generator": torch.Generator()}  # not dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, persistent_workers=args.workers > 0, **kwargs)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
-    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **options)
+    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **kwargs)
 
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
     model = build_model(args.arch, len(train_set.classes), args.pretrained)
     model = model.to(device, args.dtype, memory_format=torch.channels_last)  # convolutions prefer it to NCHW
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)  # (5) average
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)  # (5) average
+    parallel.broadcast_buffers = False  # once an epoch will do, below; as an argument it is deprecated
     if args.fp16_allreduce:
         parallel.register_comm_hook(None, fp16_compress_hook)
     if args.compile:
@@ -103,7 +104,7 @@ def main():
     if rank == 0:
         print(f"torch.distributed, processes: {world_size} ({device.type}, {dist.get_backend()})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {args.arch}")
-        print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
+        print(f"batches of {args.batch_size}, {kwargs['batch_size']} per process; results: {args.output.resolve()}")
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names

@@ -1,7 +1,6 @@
 """Method 3: torch.multiprocessing. As method 2, but the script itself starts its processes; there is no launcher.
 
-mp.spawn starts a fresh Python for every process of this machine, and calls main_worker(local_rank, ...) in it. What a
-launcher puts into the environment, the address to meet at, the rank, their number, is passed on by hand.
+mp.spawn calls main_worker(local_rank, ...) in fresh Pythons. Where to meet, rank and number are passed on by hand.
 
     python3 03_multiprocessing/main.py --nprocs 2
     python3 03_multiprocessing/main.py --nprocs 4 --world-size 2 --rank 0 --dist-url tcp://HOST0:29500  # two machines
@@ -96,19 +95,20 @@ def main_worker(local_rank, port, args):
     check_model(args, args.batch_size // world_size)  # before the data, which may take a minute to list
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
     require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
-    options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # not dropout's
+    kwargs = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
+    kwargs |= {"generator": torch.Generator()}  # not dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, persistent_workers=args.workers > 0, **kwargs)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
-    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **options)
+    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **kwargs)
 
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
     model = build_model(args.arch, len(train_set.classes), args.pretrained)
     model = model.to(device, args.dtype, memory_format=torch.channels_last)  # convolutions prefer it to NCHW
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)  # (5) average
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)  # (5) average
+    parallel.broadcast_buffers = False  # once an epoch will do, below; as an argument it is deprecated
     if args.fp16_allreduce:
         parallel.register_comm_hook(None, fp16_compress_hook)
     if args.compile:
@@ -117,7 +117,7 @@ def main_worker(local_rank, port, args):
     if rank == 0:
         print(f"torch.multiprocessing, processes: {world_size} ({device.type}, {dist.get_backend()})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {args.arch}")
-        print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
+        print(f"batches of {args.batch_size}, {kwargs['batch_size']} per process; results: {args.output.resolve()}")
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names

@@ -87,12 +87,12 @@ def main():
     check_model(args, args.batch_size // world_size)  # before the data, which may take a minute to list
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
     require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
-    options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # not dropout's
+    kwargs = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
+    kwargs |= {"generator": torch.Generator()}  # not dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, persistent_workers=args.workers > 0, **kwargs)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
-    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **options)
+    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **kwargs)
 
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
@@ -107,7 +107,7 @@ def main():
     if rank == 0:
         print(f"apex.amp {args.opt_level or 'off'}, processes: {world_size} ({device.type}, {dist.get_backend()})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {args.arch}")
-        print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
+        print(f"batches of {args.batch_size}, {kwargs['batch_size']} per process; results: {args.output.resolve()}")
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names

@@ -1,7 +1,7 @@
 """Method 5: Horovod. One process per GPU, started by horovodrun; each trains on its share of every batch.
 
-DistributedOptimizer averages the gradients of all processes while backward is still running, and waits for them in
-step(). The model is not wrapped: DistributedDataParallel's broadcast of rank 0's weights is a call of its own here.
+broadcast_parameters starts all from the same weights, DistributedOptimizer averages their gradients while backward is
+still running. Every optimizer then takes the same step, so the models stay equal without being sent again.
 
     horovodrun --gloo -np 2 python3 05_horovod/main.py
     horovodrun --gloo -np 8 -H HOST0:4,HOST1:4 python3 05_horovod/main.py
@@ -76,12 +76,12 @@ def main():
     check_model(args, args.batch_size // world_size)  # before the data, which may take a minute to list
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
     require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
-    options = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    options |= {"persistent_workers": args.workers > 0, "generator": torch.Generator()}  # not dropout's
+    kwargs = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
+    kwargs |= {"generator": torch.Generator()}  # not dropout's
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, persistent_workers=args.workers > 0, **kwargs)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
-    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **options)
+    val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), **kwargs)
 
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
@@ -90,7 +90,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (5) all start from rank 0's weights
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)  # (6) average
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)  # (6) average; step() waits
     parallel = model  # Horovod wraps the optimizer
     if args.compile:
         parallel.compile()  # in place: the names of its weights stay as they are
@@ -98,7 +98,7 @@ def main():
     if rank == 0:
         print(f"Horovod, processes: {world_size} ({device.type}, {'nccl' if cuda else 'gloo'})")
         print(f"{args.data}: {len(train_set)} images for training, {len(val_set)} for validation; {args.arch}")
-        print(f"batches of {args.batch_size}, {options['batch_size']} per process; results: {args.output.resolve()}")
+        print(f"batches of {args.batch_size}, {kwargs['batch_size']} per process; results: {args.output.resolve()}")
 
     # Resume
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # model, not parallel: plain names

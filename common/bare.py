@@ -27,7 +27,8 @@ dist.init_process_group("nccl" if cuda else "gloo")
 model = build_model(arch, 1000).to(device, memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9, weight_decay=5e-4)
 if world_size > 1:
-    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model.broadcast_buffers = False
 images = torch.randn(batch_size // world_size, 3, size, size, device=device).to(memory_format=torch.channels_last)
 labels = torch.randint(1000, (batch_size // world_size,), device=device)
 while True:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # DDP does so, too late: the process group, once there, is kept, and its threads to the end
 import torch.multiprocessing as mp
 
 
