@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP does so, too late: the process group, once there, is kept, and its threads to the end
+import torch.distributed.nn  # now: later, its default arguments would keep the process group, and its threads
 import torch.multiprocessing as mp
 
 
