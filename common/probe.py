@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -61,9 +60,6 @@ def finish():
         seconds = [ends[0][0] + ends[0][1].elapsed_time(event) / 1000 for _, event in ends]
         memory["gpu_memory"] = torch.cuda.max_memory_allocated()
     (FOLDER / f"{rank()}.json").write_text(json.dumps({"ends": seconds, "waits": waits, **memory}))
-    wrapped.clear()  # they hold the process group, whose threads are not to outlive the script: see errors.py
-    if dist.is_initialized():
-        dist.destroy_process_group()
     sys.exit(0)
 
 

@@ -24,7 +24,7 @@ images = torch.randn({BATCHES}, 2, {SIZE}, 3, 8, 8, generator=numbers, dtype=tor
 labels = torch.randint(10, ({BATCHES}, 2, {SIZE}), generator=numbers)
 """
 TORCHRUN = """
-import torch.distributed as dist
+import torch.distributed as dist, torch.distributed.nn  # see errors.py
 dist.init_process_group("gloo")
 rank, buckets = dist.get_rank(), []
 parallel = torch.nn.parallel.DistributedDataParallel(model)
@@ -41,6 +41,10 @@ rank = hvd.rank()
 END = """
 if rank == 0:
     torch.save(model.state_dict(), sys.argv[1])
+"""
+LEAVE = """
+del parallel  # it holds on to the process group, whose threads must be gone before Python is
+dist.destroy_process_group()
 """
 
 
@@ -71,7 +75,9 @@ def test_accumulated_gradients(words, tmp_path):
     loader = "train_loader = list(zip(images[:, rank], labels[:, rank]))\n"
     check = f"assert buckets.count(0) == {BATCHES // ACCUMULATE}, buckets\n" if torchrun else ""
     script = tmp_path / "script.py"
-    script.write_text(COMMON + (TORCHRUN if torchrun else HOROVOD) + loader + snippet(words) + check + END)
+    script.write_text(
+        COMMON + (TORCHRUN if torchrun else HOROVOD) + loader + snippet(words) + check + END + LEAVE * torchrun
+    )
     start = (
         ["torchrun", "--standalone", "--nproc_per_node=2"]
         if torchrun
