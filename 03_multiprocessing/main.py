@@ -1,6 +1,6 @@
 """Method 3: torch.multiprocessing. As method 2, but the script itself starts its processes; there is no launcher.
 
-mp.spawn calls main_worker(local_rank, ...) in fresh Pythons. Where to meet, rank and number are passed on by hand.
+mp.spawn calls main_worker(local_rank, ...) in fresh Pythons; where to meet, rank and number of processes go by hand.
 
     python3 03_multiprocessing/main.py --nprocs 2
     python3 03_multiprocessing/main.py --nprocs 4 --world-size 2 --rank 0 --dist-url tcp://HOST0:29500  # two machines
@@ -96,7 +96,7 @@ def main_worker(local_rank, port, args):
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
     require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
     kwargs = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    kwargs |= {"generator": torch.Generator()}  # not dropout's
+    kwargs |= {"generator": torch.Generator()}  # the loaders draw from it, not from the numbers that dropout uses
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, persistent_workers=args.workers > 0, **kwargs)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
@@ -107,8 +107,8 @@ def main_worker(local_rank, port, args):
     model = build_model(args.arch, len(train_set.classes), args.pretrained)
     model = model.to(device, args.dtype, memory_format=torch.channels_last)  # convolutions prefer it to NCHW
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)  # (5) average
-    parallel.broadcast_buffers = False  # once an epoch will do, below; as an argument it is deprecated
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)  # (5) average the gradients
+    parallel.broadcast_buffers = False  # once an epoch will do: see (6). An attribute, as the argument is deprecated
     if args.fp16_allreduce:
         parallel.register_comm_hook(None, fp16_compress_hook)
     if args.compile:

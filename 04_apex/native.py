@@ -82,7 +82,7 @@ def main():
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
     require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
     kwargs = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    kwargs |= {"generator": torch.Generator()}  # not dropout's
+    kwargs |= {"generator": torch.Generator()}  # the loaders draw from it, not from the numbers that dropout uses
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, persistent_workers=args.workers > 0, **kwargs)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
@@ -94,8 +94,8 @@ def main():
     model = model.to(device, args.dtype, memory_format=torch.channels_last)  # convolutions prefer it to NCHW
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp and cuda)  # (4a) bfloat16 does not underflow
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)  # (5) average
-    parallel.broadcast_buffers = False  # once an epoch will do, below; as an argument it is deprecated
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)  # (5) average the gradients
+    parallel.broadcast_buffers = False  # once an epoch will do: see (6). An attribute, as the argument is deprecated
     if args.compile:
         parallel.compile()  # in place: the names of its weights stay as they are
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)

@@ -77,7 +77,7 @@ def main():
     train_set, val_set = build_datasets(args.data, args.image_size, args.seed)
     require(args.batch_size <= len(train_set), f"--batch-size: must be at most {len(train_set)} (images)")
     kwargs = {"batch_size": args.batch_size // world_size, "num_workers": args.workers, "pin_memory": cuda}
-    kwargs |= {"generator": torch.Generator()}  # not dropout's
+    kwargs |= {"generator": torch.Generator()}  # the loaders draw from it, not from the numbers that dropout uses
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # (4) this rank's share
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, persistent_workers=args.workers > 0, **kwargs)
     # Not for validation: the sampler gives all ranks equally many, and repeats or drops images to do so.
@@ -86,7 +86,7 @@ def main():
     # Model, optimizer, schedule
     torch.manual_seed(args.seed)
     model = build_model(args.arch, len(train_set.classes), args.pretrained)
-    model = model.to(device, args.dtype)  # not channels_last: Horovod takes contiguous tensors only
+    model = model.to(device, args.dtype)  # not channels_last, as the images are: Horovod sends contiguous tensors only
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # (5) all start from rank 0's weights
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
@@ -202,7 +202,7 @@ def save_checkpoint(checkpoint, output):
 def load_checkpoint(args, rank, parts, classes):
     """Returns the checkpoint that --resume asks for, None for a fresh start. Rank 0 reads it for all processes."""
     message = [read_checkpoint(args, parts, classes) if rank == 0 else None]
-    message = hvd.broadcast_object(message, root_rank=0)  # (11) from rank 0, momentum and all; 15 MB a second
+    message = hvd.broadcast_object(message, root_rank=0)  # (11) from rank 0, optimizer too; slow: 15 MB in a second
     require(not isinstance(message[0], str), message[0])  # why not
     return message[0]
 

@@ -2,10 +2,11 @@
 
     python3 common/bench.py RUNS [--rounds N] [options of main.py]
 
-Every method with 1 and with N processes on synthetic images, beside the limit: bare.py's forward, backward, step and
-nothing else. With --data DIR also on its files, beside the limit that decoding.py finds. Each round starts all of them
-one after another, so that a machine that gets slower or faster does so for all. Prints a table and writes bench.md,
-bench.png and bench.json into RUNS. Ends with status 1 if a method did not run.
+Every method with 1 and with N processes (nn.DataParallel: one process, on 1 and on N GPUs) on synthetic images, beside
+the limit: bare.py's forward, backward, step and nothing else. With --data DIR also on its files, beside the limit that
+decoding.py finds. Each round starts all of them one after another, so that a machine that gets slower or faster does so
+for all. Prints a table and writes bench.md, bench.png and bench.json into RUNS. Ends with status 1 if a method did not
+run.
 """
 
 import argparse
@@ -49,8 +50,9 @@ COLUMNS = [
     "waiting, %",
 ]
 LEGEND = """
-- images/s: the median step of all rounds after {warm_up} steps of warm-up; min-max: the rounds' medians.
-- of the limit: of the bare loop with as many processes{files}. Of one bare process: with all of this machine's {what}.
+- images/s: the median step of all rounds after {warm_up} steps of warm-up{more}; min-max: the rounds' medians.
+- of the limit: of the bare loop with as many processes{files}. That computes in 32 bits: 04 may exceed it.
+- of one bare process: with {what}.
 - scaling: N processes, of N times one process that has {share}.
 - first step: seconds from the launch to the end of the first step. Memory: the largest process's peak{gpu}.
 - waiting: the share of a step that a process waits for the gradients of others (for slower ones, too).
@@ -95,8 +97,11 @@ def main():
     figures = {racer: summary(rounds, args.batch_size) for racer, rounds in results.items() if rounds}
     rows = [row(racer, figures, failures) for racer in racers]
     share = "a GPU of its own" if gpus else "as many cores as all N together, so that 1/N is all there is to get"
-    words = {"what": "GPU", "gpu": ", and its GPU's"} if gpus else {"what": "cores", "gpu": ""}
+    words = (
+        {"what": "one GPU", "gpu": ", and its GPU's"} if gpus else {"what": "all of this machine's cores", "gpu": ""}
+    )
     words["files"] = "; from files: of the lower of decoding and the method on synthetic images" if args.data else ""
+    words["more"] = f" (from files {warm_up(args, FILES)})" if args.data else ""
     legend = LEGEND.format(warm_up=WARM_UP, share=share, **words)
     machine = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{cores} cores, no GPU"
     setting = f"{' '.join(map(str, options))}; {args.rounds} rounds of {args.steps} steps; {machine}; "
@@ -120,7 +125,7 @@ def list_racers(args, options, count, cores):
         shape = [args.arch, args.image_size, args.batch_size]
         racers["bare", processes, ""] = [*launcher, ROOT / "common" / "bare.py", *shape]
         for method in report.NAMES:
-            if method != "01_dataparallel" or processes == 1:
+            if method != "01_dataparallel" or processes == 1 or torch.cuda.is_available():
                 racers[method, processes, ""] = ["bash", ROOT / method / "run.sh", "--data", "fake", *options]
     if args.data:
         train_set, _ = build_datasets(args.data, args.image_size)
@@ -129,7 +134,7 @@ def list_racers(args, options, count, cores):
         shape = [args.data, args.image_size, args.batch_size, cores, warm_up(args, FILES) + args.steps]
         racers["decoding", cores, FILES] = ["python3", ROOT / "common" / "decoding.py", *shape]
         for method in report.NAMES:
-            processes = 1 if method == "01_dataparallel" else count
+            processes = 1 if method == "01_dataparallel" and not torch.cuda.is_available() else count
             racers[method, processes, FILES] = ["bash", ROOT / method / "run.sh", "--data", args.data, *options]
     return racers
 

@@ -12,7 +12,7 @@ done
 
 count_gpus() {
   if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true # -1, and all after it, is none
+    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true # -1, and all after it, is none
   else
     (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU ' || true
   fi

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: later, its default arguments would keep the process group, and its threads
+import torch.distributed.nn  # before there is a group: default arguments (group.WORLD) would keep it alive
 import torch.multiprocessing as mp
 
 
@@ -54,7 +54,7 @@ def supervised():
 
 
 def hand_over(line):
-    """Leaves supervise.py the line, unless another has been left; returns whether there is one."""
+    """Leaves supervise.py the line, unless another has been left; returns whether there is a supervise.py."""
     if not supervised():
         return False
     file = os.environ["REFUSAL_FILE"]

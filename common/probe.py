@@ -1,6 +1,6 @@
 """Watches a training process from within, for run_all.sh --bench and --timeline.
 
-Where PROBE is set, errors.py imports it into every process of a main.py, and so needs no line in them:
+Where PROBE is set, errors.py imports it into every process of a main.py, so that no main.py needs a line for it:
 
     PROBE         a folder, gets <rank>.json: when each step ended, waiting for communication, memory
     PROBE_STEPS   after that many steps the process ends: without validation and checkpoint

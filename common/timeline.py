@@ -51,7 +51,9 @@ def main():
     for method in report.NAMES:
         print(f"{LABELS[method]} ...", flush=True)
         try:
-            trace(method, 1 if method == "01_dataparallel" else count, args.slow_rank, folder / method, cores, options)
+            one = method == "01_dataparallel"  # process, whatever the number of GPUs
+            processes, slow_rank = 1 if one and not gpus else count, None if one else args.slow_rank
+            trace(method, processes, slow_rank, folder / method, cores, options)
             found[method] = [read(file) for file in sorted((folder / method).glob("*.trace.json"))]
             if method == "05_horovod":  # its own thread does the exchanging, which only its own timeline shows
                 found[method][0] += read_horovod(folder / method / "horovod.json", found[method][0])

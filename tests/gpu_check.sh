@@ -79,6 +79,11 @@ for script in 02_distributed/main.py "04_apex/native.py --no-amp"; do
   rm -rf "$folder/pair"
 done
 
+if has apex.amp; then
+  try "04_apex/main.py --opt-level O0, resnet18" "${FLOAT32[@]}" torchrun --standalone --nproc_per_node=1 04_apex/main.py \
+    --opt-level O0 "${RESNET[@]}" --output "$folder/apex" && compare "$folder/cpu-resnet" "$folder/apex"
+fi
+
 say "Mixed precision, 20 steps of the cnn" ""
 try "04_apex/native.py, float16 with its scaler" torchrun --standalone --nproc_per_node=1 04_apex/native.py \
   --epochs 1 --max-steps 20 --output "$folder/amp"

@@ -1,6 +1,7 @@
 """The pieces of code that the README gives for what the five scripts leave out."""
 
 import re
+import textwrap
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from conftest import ROOT, launch
 
 from common.model import build_model
 
-ACCUMULATE, BATCHES, SIZE = 4, 8, 4  # batches per step, batches, images in each batch of a process
+ACCUMULATE, BATCHES, SIZE = 4, 10, 4  # batches per step, batches per epoch, images in each batch of a process
+EPOCHS, STEPS = 2, 3  # steps per epoch, the last of two batches
 COMMON = f"""
 import contextlib, sys
 import torch, torch.nn.functional as F
@@ -60,8 +62,9 @@ def reference():
     space = {}
     exec(COMMON, space)
     model, optimizer = space["model"], space["optimizer"]
-    for images, labels in zip(space["images"].split(ACCUMULATE), space["labels"].split(ACCUMULATE)):
-        loss = F.cross_entropy(model(images.flatten(0, 2)), labels.flatten())
+    groups = zip(space["images"].split(ACCUMULATE), space["labels"].split(ACCUMULATE))
+    for images, labels in EPOCHS * list(groups):
+        loss = F.cross_entropy(model(images.flatten(0, 2)), labels.flatten()) * len(images) / ACCUMULATE
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -73,11 +76,11 @@ def test_accumulated_gradients(words, tmp_path):
     """Batches taken together are one large one; with no_sync only the last of them exchanges gradients."""
     torchrun = words == "no_sync"
     loader = "train_loader = list(zip(images[:, rank], labels[:, rank]))\n"
-    check = f"assert buckets.count(0) == {BATCHES // ACCUMULATE}, buckets\n" if torchrun else ""
+    check = f"assert buckets.count(0) == {EPOCHS * STEPS}, buckets\n" if torchrun else ""
+    before, loop, after = snippet(words).partition("for step")
+    training = f"{before}for epoch in range({EPOCHS}):\n{textwrap.indent(loop + after, '    ')}"
     script = tmp_path / "script.py"
-    script.write_text(
-        COMMON + (TORCHRUN if torchrun else HOROVOD) + loader + snippet(words) + check + END + LEAVE * torchrun
-    )
+    script.write_text(COMMON + (TORCHRUN if torchrun else HOROVOD) + loader + training + check + END + LEAVE * torchrun)
     start = (
         ["torchrun", "--standalone", "--nproc_per_node=2"]
         if torchrun
