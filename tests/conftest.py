@@ -1,6 +1,7 @@
 """What the tests share: starting the scripts as a user does, and a tiny data set of JPEG files."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 CLASSES = ["cat", "红 花"]
+HAS_APEX = importlib.util.find_spec("apex") is not None  # then 04_apex/run.sh runs main.py
 METHODS = ["01_dataparallel", "02_distributed", "03_multiprocessing", "04_apex", "05_horovod"]
 
 

@@ -1,12 +1,9 @@
 """04_apex with no apex, with PyPI's, with a stand-in that records the calls, and with a real one where there is one."""
 
-import importlib.util
-
 import pytest
-from conftest import ROOT, launch, load, train
+from conftest import HAS_APEX, ROOT, launch, load, train
 
 STAND_INS = ROOT / "tests" / "stand_ins"
-HAS_APEX = importlib.util.find_spec("apex") is not None
 TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8, "--workers", 0, "--max-steps", 2]
 
 

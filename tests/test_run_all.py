@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from conftest import METHODS, ROOT, launch, load, train
+from conftest import HAS_APEX, METHODS, ROOT, launch, load, train
 
 
 def rows(text):
@@ -41,6 +41,7 @@ def test_five_methods_and_their_comparison(all_five, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(HAS_APEX, reason="04_apex/run.sh runs main.py")
 def test_native_without_amp_agrees_too(all_five, tmp_path):
     train("04_apex", "--workers", 0, "--no-amp", "--output", tmp_path)
     one, other = load(tmp_path), load(all_five[0] / "02_distributed")
