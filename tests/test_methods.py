@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import CLASSES, METHODS, ROOT, by_hand, launch, load, metrics, train
+from conftest import CLASSES, HAS_APEX, METHODS, ROOT, by_hand, launch, load, metrics, train
 
 # A network with batch norm and dropout, on small, augmented images.
 SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--batch-size", 8, "--workers", 2]
@@ -30,7 +30,8 @@ def run(request, images, tmp_path_factory):
     options = ["--data", images, *SMALL, "--epochs", 2, "--output", output, "--resume"]
     folder = tmp_path_factory.mktemp("at_exit")
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    result = train(request.param, *options, cwd="/", PYTHONIOENCODING="ascii", PYTHONPATH=folder)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    result = train(request.param, *options, cwd="/", PYTHONIOENCODING="ascii", PYTHONPATH=path)
     return request.param, output, result.output
 
 
@@ -46,7 +47,9 @@ def test_rank_0_alone_says_what_runs_where(run):
         assert "nothing to split" in text
     if method == "04_apex":
         assert ("running native.py" in text) != ("apex.amp off" in text)
-    assert "Warning" not in text and "left at exit" not in text
+    assert "left at exit" not in text
+    if method != "04_apex" or not HAS_APEX:  # it calls itself deprecated
+        assert "Warning" not in text
 
 
 def test_metrics_lines_are_complete(run):
