@@ -51,9 +51,8 @@ def main():
     for method in report.NAMES:
         print(f"{LABELS[method]} ...", flush=True)
         try:
-            one = method == "01_dataparallel"  # process, whatever the number of GPUs
-            processes, slow_rank = 1 if one and not gpus else count, None if one else args.slow_rank
-            trace(method, processes, slow_rank, folder / method, cores, options)
+            processes = 1 if method == "01_dataparallel" and not gpus else count  # 01's one takes so many GPUs
+            trace(method, processes, args.slow_rank, folder / method, cores, options)
             found[method] = [read(file) for file in sorted((folder / method).glob("*.trace.json"))]
             if method == "05_horovod":  # its own thread does the exchanging, which only its own timeline shows
                 found[method][0] += read_horovod(folder / method / "horovod.json", found[method][0])
@@ -78,7 +77,7 @@ def trace(method, processes, slow_rank, folder, cores, options):
     env = {"PROBE_STEPS": STEPS, "PROBE_TRACE": TRACED}
     if method == "05_horovod":
         env["HOROVOD_TIMELINE"] = folder / "horovod.json"
-    if slow_rank is not None and processes > 1:  # one process has nobody to wait for it
+    if slow_rank is not None and method != "01_dataparallel":  # one process has nobody to wait for it
         env["PROBE_SLOW"] = slow_rank
     start_probed(["bash", ROOT / method / "run.sh", *options], folder, processes, cores, **env)
     if not list(folder.glob("*.trace.json")):

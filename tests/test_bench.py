@@ -108,8 +108,8 @@ def test_timeline(tmp_path):
         begin, end = times[0]["backward"][-1]
         assert any(begin < start < end for start, _ in times[0][timeline.ALL_REDUCE])
         assert len(times[1]["made slow on purpose"]) == timeline.TRACED and not times[0]["made slow on purpose"]
-        waits = [sum(end - start for start, end in rank["waiting for gradients"]) for rank in times]
-        assert waits[0] > waits[1]
+        waits = [[end - start for start, end in rank["waiting for gradients"]] for rank in times]
+        assert any(fast > slow for fast, slow in zip(*waits, strict=True))  # in a step that nothing else disturbs
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from conftest import CLASSES, HAS_APEX, METHODS, ROOT, by_hand, launch, load, me
 # A network with batch norm and dropout, on small, augmented images.
 SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--batch-size", 8, "--workers", 2]
 # Every Python of the run imports this. A thread of gloo's that outlives main() may still hold a tensor of Python's, and
-# aborts the process, once in some hundred runs, when it lets go of that while Python shuts down.
+# aborts the process, now and then, when it lets go of that while Python shuts down.
 SITECUSTOMIZE = """
 import atexit, pathlib
 def left():
