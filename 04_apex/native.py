@@ -52,7 +52,8 @@ def parse_args():
     add("--compile", action="store_true", help="have torch.compile make the network faster, which takes a minute")
     add("--timeout", type=number(1), default=600, help="seconds to wait for another process before giving up")
     add("--backend", choices=["gloo", "nccl"][: 1 + torch.cuda.is_available()], help="default: nccl with GPUs")
-    add("--amp", action=argparse.BooleanOptionalAction, default=True, help="mixed precision")
+    fast = torch.cuda.is_available() or "bf16" in Path("/proc/cpuinfo").read_text()  # other CPUs are slower with it
+    add("--amp", action=argparse.BooleanOptionalAction, default=fast, help="mixed precision (default: where it pays)")
     add("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
     args = parser.parse_args()
     args.arch = args.arch or ("cnn" if args.data == "digits" else "resnet18")

@@ -1,12 +1,13 @@
 """The race of run_all.sh --bench:
 
-    python3 common/bench.py RUNS [--rounds N] [options of main.py]
+    python3 common/bench.py RUNS [--rounds N] [--steps N] [options of main.py]
 
 Every method with 1 and with N processes (nn.DataParallel: one process, on 1 and on N GPUs) on synthetic images, beside
 the limit: bare.py's forward, backward, step and nothing else. With --data DIR also on its files, beside the limit that
-decoding.py finds. Each round starts all of them one after another, so that a machine that gets slower or faster does so
-for all. Prints a table and writes bench.md, bench.png and bench.json into RUNS. Ends with status 1 if a method did not
-run.
+decoding.py finds. Without GPUs, all that have the same number of processes are held in memory together, and take turns
+of a few steps: a machine that gets slower or faster does so for all. On GPUs, or if memory is too short for that, each
+is started anew for each turn. Prints a table; writes bench.md, bench.png and bench.json into RUNS. Ends with status 1
+if a method did not run.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import importlib.util
 import json
 import os
 import platform
+import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import psutil
 import torch
 import torchvision
 
@@ -33,10 +37,12 @@ from common.errors import number, refuse, require
 from common.model import check_model
 
 FILES = " from files"
-WARM_UP = 3  # steps: they allocate, DDP rebuilds its buckets, and the loaders have just started
+TOGETHER, ROUNDS = 225, 2  # seconds for all that are held in memory together; rounds at least, and where they are not
+WARM_UP = 2  # steps: the first allocates, and then DDP rebuilds its buckets
 LABELS = {"bare": "limit: the bare loop", "decoding": "limit: decoding alone", **report.NAMES}
 if not importlib.util.find_spec("apex"):  # as 04_apex/run.sh does, more carefully
-    LABELS["04_apex"] = "torch.amp (04, no Apex)"
+    on = torch.cuda.is_available() or "bf16" in Path("/proc/cpuinfo").read_text()  # as in native.py
+    LABELS["04_apex"] = f"torch.amp{'' if on else ' off'} (04, no Apex)"
 COLUMNS = [
     "method",
     "processes",
@@ -50,7 +56,7 @@ COLUMNS = [
     "waiting, %",
 ]
 LEGEND = """
-- images/s: the median step of all rounds after {warm_up} steps of warm-up{more}; min-max: the rounds' medians.
+- images/s: the median step of all turns, after {warm_up} steps of warm-up{more}; min-max: the turns' medians.
 - of the limit: of the bare loop with as many processes{files}. That computes in 32 bits: 04 may exceed it.
 - of one bare process: with {what}.
 - scaling: N processes, of N times one process that has {share}.
@@ -64,8 +70,8 @@ def main():
     parser.error = refuse
     add = parser.add_argument
     add("runs", type=Path)
-    add("--rounds", type=number(1), default=2)
-    add("--steps", type=number(1), default=5, help="that count, of each run")
+    add("--rounds", type=number(1), help="turns of each (default: what there is time for in 8 minutes; on GPUs 2)")
+    add("--steps", type=number(1), help="of each turn (default: 2; on GPUs 10)")
     add("--data", help="a folder of images, on which the methods are timed, too")
     add("--arch", default="resnet18")
     add("--image-size", type=number(1), default=128)
@@ -75,36 +81,41 @@ def main():
     args.pretrained = args.evaluate = False
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     count = int(os.environ.get("NPROC") or gpus or min(4, cores))
+    args.steps = args.steps or (10 if gpus else 2)
     check_model(args, max(1, args.batch_size // count))
     options = ["--arch", args.arch, "--image-size", args.image_size, "--batch-size", args.batch_size]
     options += ["--workers", args.workers, *others]
     racers = list_racers(args, options, count, cores)
+    rounds = {"": count_rounds("fake", args, gpus)}
+    if args.data:
+        rounds[FILES] = count_rounds(args.data, args, gpus)
 
-    results, failures = {racer: [] for racer in racers}, {}
     start = time.monotonic()
-    for turn in range(args.rounds):
-        for racer, command in racers.items():
-            if racer in failures:
-                continue
-            print(f"\rround {turn + 1}/{args.rounds}  {' '.join(map(str, racer))}".ljust(60), end="", flush=True)
-            try:
-                results[racer].append(run(command, racer, args, cores))
-            except RuntimeError as error:
-                print("\r".ljust(60), end="\r", flush=True)
-                require(racer[0] != "02_distributed", error)  # the options' fault, which others would only repeat
-                failures[racer] = str(error)
-    print("\r".ljust(60), end="\r")
-    figures = {racer: summary(rounds, args.batch_size) for racer, rounds in results.items() if rounds}
-    rows = [row(racer, figures, failures) for racer in racers]
+    results, failures, alone = {racer: [] for racer in racers}, {}, []
+    for kind in dict.fromkeys(racer[2] or racer[1] for racer in racers):
+        heat = {racer: command for racer, command in racers.items() if (racer[2] or racer[1]) == kind}
+        if gpus or not race(heat, rounds[FILES if kind == FILES else ""], args, cores, results, failures):
+            alone += heat
+    for _ in range(args.rounds or ROUNDS):
+        for racer in [racer for racer in alone if racer not in failures]:
+            race({racer: racers[racer]}, 1, args, cores, results, failures)
+    figures = {racer: summary(found, args.batch_size) for racer, found in results.items() if racer not in failures}
+    if args.data:
+        print("decoding alone".ljust(60), end="\r", flush=True)
+        shape = [args.data, args.image_size, args.batch_size, cores, 20]
+        speed = float(Job(["python3", ROOT / "common" / "decoding.py", *shape], 1, cores).end())
+        figures["decoding", cores, FILES] = {"images_per_second": speed, "rounds": [speed]}
+    rows = [row(racer, figures, failures) for racer in figures | failures]
     share = "a GPU of its own" if gpus else "as many cores as all N together, so that 1/N is all there is to get"
     words = (
         {"what": "one GPU", "gpu": ", and its GPU's"} if gpus else {"what": "all of this machine's cores", "gpu": ""}
     )
     words["files"] = "; from files: of the lower of decoding and the method on synthetic images" if args.data else ""
-    words["more"] = f" (from files {warm_up(args, FILES)})" if args.data else ""
+    words["more"] = f" (from files {2 * args.workers} more, in each turn)" if args.data else ""
     legend = LEGEND.format(warm_up=WARM_UP, share=share, **words)
     machine = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{cores} cores, no GPU"
-    setting = f"{' '.join(map(str, options))}; {args.rounds} rounds of {args.steps} steps; {machine}; "
+    turns = "-".join(map(str, sorted({len(figure["rounds"]) for racer, figure in figures.items() if racer in racers})))
+    setting = f"{' '.join(map(str, options))}; {turns} turns of {args.steps} steps; {machine}; "
     setting += f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision.__version__}"
     print(report.text_table(rows, COLUMNS), legend, setting, sep="\n")
     args.runs.mkdir(parents=True, exist_ok=True)
@@ -115,6 +126,23 @@ def main():
     draw(figures, args.runs / "bench.png")
     print(f"\n{time.monotonic() - start:.0f} s. {args.runs / 'bench.md'}, bench.png, bench.json")
     sys.exit(bool(failures))
+
+
+def uncounted(source, args):
+    """Returns the number of a turn's steps that do not count: from files, its first batches were decoded before it."""
+    return 2 * args.workers if source == FILES else 0
+
+
+def count_rounds(data, args, gpus):
+    """Returns how many turns each may have: an epoch must not end during the race."""
+    steps = uncounted("" if data == "fake" else FILES, args) + args.steps
+    images = len(build_datasets(data, args.image_size)[0])
+    possible = (images // args.batch_size - WARM_UP) // steps
+    needed = (WARM_UP + steps * (args.rounds or ROUNDS)) * args.batch_size
+    require(
+        possible >= (args.rounds or ROUNDS), f"--data {data}: {images} images for training, but the race takes {needed}"
+    )
+    return args.rounds or (ROUNDS if gpus else min(possible, 10))
 
 
 def list_racers(args, options, count, cores):
@@ -128,65 +156,129 @@ def list_racers(args, options, count, cores):
             if method != "01_dataparallel" or processes == 1 or torch.cuda.is_available():
                 racers[method, processes, ""] = ["bash", ROOT / method / "run.sh", "--data", "fake", *options]
     if args.data:
-        train_set, _ = build_datasets(args.data, args.image_size)
-        wanted = (warm_up(args, FILES) + args.steps) * args.batch_size
-        require(len(train_set) >= wanted, f"--data: {len(train_set)} images for training; the race needs {wanted}")
-        shape = [args.data, args.image_size, args.batch_size, cores, warm_up(args, FILES) + args.steps]
-        racers["decoding", cores, FILES] = ["python3", ROOT / "common" / "decoding.py", *shape]
         for method in report.NAMES:
             processes = 1 if method == "01_dataparallel" and not torch.cuda.is_available() else count
             racers[method, processes, FILES] = ["bash", ROOT / method / "run.sh", "--data", args.data, *options]
     return racers
 
 
-def warm_up(args, source):
-    """Returns the number of steps that do not count: with files, not those whose images were ready before the first."""
-    return WARM_UP + 2 * args.workers if source == FILES else WARM_UP
+def race(commands, rounds, args, cores, results, failures):
+    """Starts racers one after another, has them take turns, and adds each one's figures to the results.
 
+    Returns False, having started only the first, if memory is too short to hold all of them.
+    """
+    begin, jobs = time.monotonic(), {}
 
-def run(command, racer, args, cores):
-    """Returns the probes' figures, one per process; of decoding alone, images per second."""
-    method, processes, source = racer
-    with tempfile.TemporaryDirectory() as folder:
+    def attempt(what, racer, action):
+        print(f"{what}  {' '.join(map(str, racer))}".ljust(60), end="\r", flush=True)
+        try:
+            action(racer)
+        except RuntimeError as error:
+            print(" " * 60, end="\r", flush=True)
+            require(racer[0] != "02_distributed", error)  # the options' fault, which others would only repeat
+            failures[racer] = str(error)
+
+    def start(racer):
+        method, processes, _ = racer
         launch = time.time()
-        printed = start_probed(command, folder, processes, cores, PROBE_STEPS=warm_up(args, source) + args.steps)
-        if method == "decoding":
-            return float(printed)
-        files = sorted(Path(folder).glob("[0-9]*.json"))
-        if not files:
-            raise RuntimeError("it took no steps")
-        return [json.loads(file.read_text()) | {"launch": launch, "steps": args.steps} for file in files]
+        jobs[racer] = Job(commands[racer], processes, cores, PROBE_STEPS=WARM_UP)
+        figures = jobs[racer].connect(1 if method == "01_dataparallel" else processes)
+        results[racer].append([figure | {"launch": launch} for figure in figures])
+
+    def take_turn(racer):
+        figures = jobs[racer].take_turn(uncounted(racer[2], args) + args.steps)
+        results[racer].append([figure | {"steps": args.steps} for figure in figures])
+
+    try:
+        for racer in commands:
+            before = psutil.virtual_memory().available
+            attempt("starting", racer, start)
+            left = psutil.virtual_memory().available
+            if len(jobs) == 1 and (before - left) * (len(commands) - 1) > left:
+                return False
+        for turn in range(1, rounds + 1):
+            turn_begin = time.monotonic()
+            for racer in commands:
+                if racer not in failures:
+                    attempt(f"turn {turn}", racer, take_turn)
+            now = time.monotonic()
+            if not args.rounds and turn >= ROUNDS and now + (now - turn_begin) > begin + TOGETHER:
+                break
+        return True
+    finally:
+        for racer in jobs:
+            if racer not in failures:
+                attempt("ending", racer, lambda racer: jobs[racer].end())
 
 
-def start_probed(command, folder, processes, cores, **env):
-    """Runs a command with probe.py in its processes, and returns what it printed. RuntimeError says why it failed."""
-    env = {name: str(value) for name, value in env.items()} | {"PROBE": str(folder), "NPROC": str(processes)}
-    env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-    command = [str(part) for part in command]
-    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [f"status {done.returncode}"]
-        raise RuntimeError(lines[0].partition("rror: ")[2] or lines[0])
-    return done.stdout
+class Job:
+    """A command with probe.py in its processes, which wait in memory for their turns."""
+
+    def __init__(self, command, processes, cores, **env):
+        self.server = socket.create_server(("127.0.0.1", 0))
+        env |= {"PROBE_PORT": self.server.getsockname()[1], "NPROC": processes}
+        env["OMP_NUM_THREADS"] = max(1, cores // processes)
+        env = os.environ | {name: str(value) for name, value in env.items()}
+        self.folder = tempfile.TemporaryDirectory()
+        self.printed, self.errors = Path(self.folder.name, "printed"), Path(self.folder.name, "errors")
+        with self.printed.open("w") as printed, self.errors.open("w") as errors:
+            files = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
+            self.process = subprocess.Popen([str(part) for part in command], env=env, **files)
+        self.connections = []
+
+    def connect(self, count):
+        """Waits until so many processes have taken their first steps, and returns their figures."""
+        ended = os.pidfd_open(self.process.pid)
+        while len(self.connections) < count:
+            if self.server not in select.select([self.server, ended], [], [])[0]:
+                break  # it has ended: read() says so
+            self.connections.append(self.server.accept()[0].makefile("rw"))
+        os.close(ended)
+        return self.read(count)
+
+    def take_turn(self, steps):
+        """Has the processes take so many steps, and returns their figures."""
+        for connection in self.connections:
+            print(steps, file=connection, flush=True)
+        return self.read(len(self.connections))
+
+    def read(self, count):
+        lines = [connection.readline() for connection in self.connections]
+        if not all(lines) or len(lines) < count:
+            self.end()
+            raise RuntimeError("it ended before its turn")
+        return [json.loads(line) for line in lines]
+
+    def end(self):
+        """Hangs up, which ends the processes, and returns what the command printed. RuntimeError says why it failed."""
+        for connection in self.connections:
+            connection.close()
+        self.server.close()
+        status = self.process.wait()
+        printed, errors = self.printed.read_text(), self.errors.read_text().splitlines()
+        self.folder.cleanup()
+        if status:
+            line = next((line for line in errors if "error" in line.lower()), f"status {status}")
+            raise RuntimeError(line.partition("rror: ")[2] or line)
+        return printed
 
 
-def summary(rounds, batch_size):
-    """rounds: of each run the figures of its processes. Returns the medians that the table shows."""
-    if isinstance(rounds[0], float):
-        return {"images_per_second": median(rounds), "rounds": rounds}
+def summary(reports, batch_size):
+    """reports: of each start and each turn, the figures of all processes. Returns the medians that the table shows."""
+    starts, turns = [[report for report in reports if name in report[0]] for name in ("launch", "steps")]
     steps, waits = [], []
-    for run in rounds:
-        count = run[0]["steps"]
-        ends = [max(times) for times in zip(*(process["ends"] for process in run))][-count - 1 :]
+    for turn in turns:
+        count = turn[0]["steps"]
+        ends = [max(times) for times in zip(*(process["marks"] for process in turn))][-count - 1 :]
         steps.append([after - before for before, after in pairwise(ends)])
-        waits += [median(process["waits"][-count:]) for process in run if process["waits"]]
+        waits += [median(process["waits"][-count:]) for process in turn if process["waits"]]
     step = median(time for times in steps for time in times)
     return {
         "images_per_second": batch_size / step,
         "rounds": [batch_size / median(times) for times in steps],
-        "first_step": median(max(process["ends"][0] - process["launch"] for process in run) for run in rounds),
-        "memory": median(max(process["memory"] for process in run) for run in rounds),
-        "gpu_memory": median(max(process.get("gpu_memory", 0) for process in run) for run in rounds),
+        "first_step": median(max(process["marks"][0] - process["launch"] for process in start) for start in starts),
+        "memory": median(max(process["memory"] for process in turn) for turn in turns),
+        "gpu_memory": median(max(process.get("gpu_memory", 0) for process in turn) for turn in turns),
         "waiting": median(waits) / step if waits else None,
     }
 
@@ -245,7 +337,7 @@ def draw(figures, path):
     names = [f"{LABELS[method]}{source}, {n} {plural.get(n, 'processes')}" for method, n, source in figures]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("training speed, images per second: median, and range of the rounds")
+    axes.set_xlabel("training speed, images per second: median, and range of the turns")
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

@@ -97,7 +97,7 @@ def one_line_errors(main):
     @functools.wraps(main)
     def wrapper(*args):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the terminal has not
-        if "PROBE" in os.environ:  # run_all.sh --bench or --timeline looks on
+        if "PROBE_STEPS" in os.environ:  # run_all.sh --bench or --timeline looks on
             import common.probe  # noqa: F401
         try:
             try:

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from common import report
-from common.bench import LABELS, start_probed
+from common.bench import LABELS, Job
 from common.errors import number, refuse, require
 
 STEPS, TRACED = 6, 2
@@ -74,12 +74,12 @@ def trace(method, processes, slow_rank, folder, cores, options):
     """Leaves <rank>.trace.json in the folder, and Horovod's own horovod.json. RuntimeError says why there are none."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    env = {"PROBE_STEPS": STEPS, "PROBE_TRACE": TRACED}
+    env = {"PROBE_STEPS": STEPS, "PROBE_TRACE": TRACED, "PROBE_FOLDER": folder}
     if method == "05_horovod":
         env["HOROVOD_TIMELINE"] = folder / "horovod.json"
     if slow_rank is not None and method != "01_dataparallel":  # one process has nobody to wait for it
         env["PROBE_SLOW"] = slow_rank
-    start_probed(["bash", ROOT / method / "run.sh", *options], folder, processes, cores, **env)
+    Job(["bash", ROOT / method / "run.sh", *options], processes, cores, **env).end()
     if not list(folder.glob("*.trace.json")):
         raise RuntimeError("it took no steps")
 

@@ -1,6 +1,9 @@
 """04_apex with no apex, with PyPI's, with a stand-in that records the calls, and with a real one where there is one."""
 
+from pathlib import Path
+
 import pytest
+import torch
 from conftest import HAS_APEX, ROOT, launch, load, train
 
 STAND_INS = ROOT / "tests" / "stand_ins"
@@ -48,3 +51,17 @@ def test_real_apex(images, tmp_path):
     pytest.importorskip("apex.amp", exc_type=ImportError)
     result = train("04_apex", "--data", images, *TINY, "--epochs", 1, "--output", tmp_path)  # without a GPU: amp is off
     assert "apex.amp off" in result.output and load(tmp_path)["command"][0].endswith("main.py")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(HAS_APEX, reason="04_apex/run.sh runs main.py")
+def test_native_computes_in_16_bits(tmp_path):
+    """Nearly the same weights: not the same, or --amp would do nothing. It is on where the machine is fast at it."""
+    weights = []
+    for option in ("--amp", "--no-amp"):
+        train("04_apex", "--epochs", 1, "--max-steps", 3, "--workers", 0, option, "--output", tmp_path / option)
+        weights.append(load(tmp_path / option)["model"]["0.weight"])
+    assert 0 < (weights[0] - weights[1]).abs().max() < 1e-2
+    fast = torch.cuda.is_available() or "bf16" in Path("/proc/cpuinfo").read_text()
+    result = train("04_apex", "--evaluate", "--resume", tmp_path / "--amp" / "last.pt")
+    assert f"torch.amp {'on' if fast else 'off'}, " in result.output

@@ -11,17 +11,22 @@ TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8]
 
 
 def test_summary():
-    """Two runs of two processes; a step ends with the slower one, and the first steps do not count."""
+    """Two starts, and two turns of two processes: a step ends with the slower one, and a turn's first may not count."""
 
-    def process(launch, times, memory):
-        ends = [launch + sum(times[: i + 1]) for i in range(len(times))]
-        return {"launch": launch, "steps": 2, "ends": ends, "waits": [9, 9, 0.1, 0.3], "memory": memory}
+    def starting(launch, first, memory):
+        return {"launch": launch, "marks": [launch + first, launch + 100], "waits": [9, 9], "memory": memory}
 
-    runs = [
-        [process(100, [5, 3, 1, 1], 10), process(100, [6, 2, 1, 2], 20)],
-        [process(200, [4, 2, 3, 3], 10), process(200, [4, 2, 3, 1], 14)],
+    def turn(begin, times, memory):
+        marks = [begin + sum(times[:i]) for i in range(len(times) + 1)]
+        return {"steps": 2, "marks": marks, "waits": [9, 0.1, 0.3], "memory": memory}
+
+    reports = [
+        [starting(100, 5, 8), starting(100, 6, 8)],
+        [turn(300, [3, 1, 1], 10), turn(300, [3, 1, 2], 20)],
+        [starting(400, 4, 8), starting(400, 3, 8)],
+        [turn(600, [2, 3, 3], 10), turn(600, [2, 3, 1], 14)],
     ]
-    assert bench.summary(runs, 8) == {
+    assert bench.summary(reports, 8) == {
         "images_per_second": pytest.approx(8 / 2.5),  # steps: 1, 2, 3, 3 seconds
         "rounds": [pytest.approx(8 / 1.5), pytest.approx(8 / 3)],
         "first_step": 5,
@@ -32,11 +37,19 @@ def test_summary():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_bench_measures_all(nproc, tmp_path):
+@pytest.mark.parametrize("nproc, memory", [(1, "short"), (2, "enough")])
+def test_bench_measures_all(nproc, memory, tmp_path):
+    """Also where memory is too short to hold all of them: played, each start takes a fourth of it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import itertools, psutil, types; left = itertools.cycle([4e9, 3e9])\n"
+        "psutil.virtual_memory = lambda: types.SimpleNamespace(available=next(left))\n"
+    )
+    env = {"PYTHONPATH": tmp_path} if memory == "short" else {}
     options = ["--bench", "--rounds", 1, "--steps", 1, *TINY]
-    result = launch("bash", ROOT / "run_all.sh", *options, NPROC=nproc, RUNS=tmp_path, timeout=200)
+    result = launch("bash", ROOT / "run_all.sh", *options, NPROC=nproc, RUNS=tmp_path, timeout=300, **env)
     assert result.returncode == 0, result.output
+    assert result.output.count("starting  02_distributed 1") == 1
+    assert result.output.count("starting  bare 1") == (2 if memory == "short" else 1)  # tried with, and then alone
     figures = json.loads((tmp_path / "bench.json").read_text())["figures"]
     wanted = {f"{method} x 1" for method in ["bare", *METHODS]}
     if nproc == 2:
@@ -63,7 +76,7 @@ def test_gradients_of_16_bits(method, tmp_path):
 @pytest.mark.full
 def test_bench_measures_files(tmp_path):
     data = make_images(tmp_path / "images", 80, 8)
-    options = ["--bench", "--rounds", 1, "--steps", 1, *TINY, "--data", data]
+    options = ["--bench", "--rounds", 2, "--steps", 1, *TINY, "--data", data, "--workers", 1]
     result = launch("bash", ROOT / "run_all.sh", *options, NPROC=1, RUNS=tmp_path, timeout=300)
     assert result.returncode == 0, result.output
     figures = json.loads((tmp_path / "bench.json").read_text())["figures"]

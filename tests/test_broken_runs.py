@@ -143,7 +143,7 @@ def test_steps_skipped_by_a_scaler_are_no_failure(scale, tmp_path):
         "import torch.amp; scaler = torch.amp.GradScaler\n"
         f"torch.amp.GradScaler = lambda device, enabled: scaler(device, float('{scale}'), growth_interval=1)\n"
     )
-    options = ["--max-steps", 3, "--workers", 0, "--output", tmp_path]
+    options = ["--amp", "--max-steps", 3, "--workers", 0, "--output", tmp_path]
     command = ["torchrun", "--standalone", "--nproc_per_node=2", ROOT / "04_apex" / "native.py", *options]
     for epochs in (1, 2):
         result = launch(*command, "--epochs", epochs, "--resume", PYTHONPATH=tmp_path, OMP_NUM_THREADS=1)
