@@ -1,6 +1,6 @@
 """Method 4 today: mixed precision by torch.amp. What NVIDIA moved Apex's users to, under torchrun as method 2.
 
-autocast runs the matrix work in 16 bits, float16 on GPUs and bfloat16 on CPUs, and keeps the weights in 32. The
+autocast runs the matrix work in 16 bits, float16 on GPUs, bfloat16 on CPUs that can, and keeps the weights in 32. The
 gradients of float16 underflow to zero, unless GradScaler scales the loss up before backward and them down again after.
 
     torchrun --nproc_per_node=2 04_apex/native.py
