@@ -3,7 +3,7 @@
 #
 #     bash run_all.sh [options of main.py]     trains with the five methods one after another, and compares them
 #     bash run_all.sh --test [options of pytest]     runs the tests
-#     bash run_all.sh --bench [--rounds 2] [--steps 5] [options of main.py]     measures their speed beside a bare loop's
+#     bash run_all.sh --bench [--rounds 50] [options of main.py]     measures their speed beside a bare loop's
 #     bash run_all.sh --timeline [--slow-rank R] [options of main.py]     draws what each process does, and when
 #
 # Results go to runs/, or where RUNS says.

@@ -5,9 +5,9 @@
 Every method with 1 and with N processes (nn.DataParallel: one process, on 1 and on N GPUs) on synthetic images, beside
 the limit: bare.py's forward, backward, step and nothing else. With --data DIR also on its files, beside the limit that
 decoding.py finds. Without GPUs, all that have the same number of processes are held in memory together, and take turns
-of a few steps: a machine that gets slower or faster does so for all. On GPUs, or if memory is too short for that, each
-is started anew for each turn. Prints a table; writes bench.md, bench.png and bench.json into RUNS. Ends with status 1
-if a method did not run.
+of one step (with --data four): a machine that gets slower or faster does so for all. On GPUs, or if memory is too short
+for that, each is started anew for each turn. Prints a table; writes bench.md, bench.png and bench.json into RUNS. Ends
+with status 1 if a method did not run.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import select
 import socket
 import subprocess
@@ -23,7 +24,7 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 
 import psutil
 import torch
@@ -58,6 +59,7 @@ COLUMNS = [
 LEGEND = """
 - images/s: the median step of all turns, after {warm_up} steps of warm-up{more}; min-max: the turns' medians.
 - of the limit: of the bare loop with as many processes{files}. That computes in 32 bits: 04 may exceed it.
+  After +-: its standard error, as far as the turns differ. A distance from 1.00 that is not twice as large says nothing.
 - of one bare process: with {what}.
 - scaling: N processes, of N times one process that has {share}.
 - first step: seconds from the launch to the end of the first step. Memory: the largest process's peak{gpu}.
@@ -71,7 +73,7 @@ def main():
     add = parser.add_argument
     add("runs", type=Path)
     add("--rounds", type=number(1), help="turns of each (default: what there is time for in 8 minutes; on GPUs 2)")
-    add("--steps", type=number(1), help="of each turn (default: 2; on GPUs 10)")
+    add("--steps", type=number(1), help="of each turn (default: 1, with --data 4; on GPUs 10)")
     add("--data", help="a folder of images, on which the methods are timed, too")
     add("--arch", default="resnet18")
     add("--image-size", type=number(1), default=128)
@@ -81,7 +83,7 @@ def main():
     args.pretrained = args.evaluate = False
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     count = int(os.environ.get("NPROC") or gpus or min(4, cores))
-    args.steps = args.steps or (10 if gpus else 2)
+    args.steps = args.steps or (10 if gpus else 4 if args.data else 1)
     check_model(args, max(1, args.batch_size // count))
     options = ["--arch", args.arch, "--image-size", args.image_size, "--batch-size", args.batch_size]
     options += ["--workers", args.workers, *others]
@@ -142,7 +144,7 @@ def count_rounds(data, args, gpus):
     require(
         possible >= (args.rounds or ROUNDS), f"--data {data}: {images} images for training, but the race takes {needed}"
     )
-    return args.rounds or (ROUNDS if gpus else min(possible, 10))
+    return args.rounds or (ROUNDS if gpus else min(possible, 20))
 
 
 def list_racers(args, options, count, cores):
@@ -283,6 +285,21 @@ def summary(reports, batch_size):
     }
 
 
+def standard_error(ours, theirs):
+    """Returns that of the ratio of two lists' medians, by the bootstrap: how it varies if turns are drawn anew from them.
+
+    Two that took turns are drawn together, as the machine's ups and downs are common to them. B. Efron, "Bootstrap
+    methods: another look at the jackknife", The Annals of Statistics 7 (1979).
+    """
+    draw, ratios = random.Random(0), []
+    for _ in range(1000):
+        our, their = (draw.choices(range(len(turns)), k=len(turns)) for turns in (ours, theirs))
+        if len(our) == len(their):
+            their = our
+        ratios.append(median(ours[i] for i in our) / median(theirs[i] for i in their))
+    return stdev(ratios)
+
+
 def row(racer, figures, failures):
     """Returns the table's line for a racer, as texts."""
     method, processes, source = racer
@@ -295,10 +312,12 @@ def row(racer, figures, failures):
     if method == "decoding":
         return [*cells, *["-"] * 6]
 
-    def ratio(*others, times=1):
+    def ratio(*others, times=1, error=False):
         if not all(other in figures for other in others):
             return "-"
-        return f"{speed / times / min(figures[other]['images_per_second'] for other in others):.2f}"
+        least = min((figures[other] for other in others), key=lambda other: other["images_per_second"])
+        text = f"{speed / times / least['images_per_second']:.2f}"
+        return f"{text} +- {standard_error(rounds, least['rounds']):.2f}" if error else text
 
     limits = [("bare", processes, "")]
     if source == FILES:
@@ -306,7 +325,7 @@ def row(racer, figures, failures):
     waits = processes > 1 and figure["waiting"] is not None
     return [
         *cells,
-        ratio(*limits),
+        ratio(*limits, error=racer not in limits),
         ratio(("bare", 1, "")),
         ratio((method, 1, ""), times=processes) if processes > 1 and not source else "-",
         f"{figure['first_step']:.1f}",

@@ -1,6 +1,8 @@
 """run_all.sh --bench and --timeline, and the options that are there for speed."""
 
 import json
+import math
+import random
 
 import pytest
 from conftest import METHODS, ROOT, launch, load, make_images, train
@@ -34,6 +36,20 @@ def test_summary():
         "gpu_memory": 0,
         "waiting": pytest.approx(0.2 / 2.5),
     }
+
+
+def test_standard_error():
+    """As theory has it for medians of many normal numbers; ups and downs that two have in common do not count."""
+    draw = random.Random(0)
+    ours, theirs = ([draw.gauss(100, 5) for _ in range(n)] for n in (400, 900))
+    expected = 0.05 * math.sqrt(math.pi / 2) * math.sqrt(1 / 400 + 1 / 900)
+    assert bench.standard_error(ours, theirs) == pytest.approx(expected, rel=0.2)
+    assert bench.standard_error(ours, [speed * 2 for speed in ours]) == pytest.approx(0, abs=1e-12)
+    turns = {"images_per_second": 12.0, "rounds": [11.0, 12.0, 13.0], "first_step": 1, "memory": 2e6, "waiting": None}
+    turns["gpu_memory"] = 0
+    figures = {("bare", 1, ""): turns, ("02_distributed", 1, ""): turns}
+    limit = bench.COLUMNS.index("of the limit")
+    assert [bench.row(racer, figures, {})[limit] for racer in figures] == ["1.00", "1.00 +- 0.00"]
 
 
 @pytest.mark.full
