@@ -59,7 +59,7 @@ COLUMNS = [
 LEGEND = """
 - images/s: the median step of all turns, after {warm_up} steps of warm-up{more}; min-max: the turns' medians.
 - of the limit: of the bare loop with as many processes{files}. That computes in 32 bits: 04 may exceed it.
-  After +-: its standard error, as far as the turns differ. A distance from 1.00 that is not twice as large says nothing.
+  After +-: its standard error, from how the turns differ. Less than twice that away from 1.00 is no difference.
 - of one bare process: with {what}.
 - scaling: N processes, of N times one process that has {share}.
 - first step: seconds from the launch to the end of the first step. Memory: the largest process's peak{gpu}.
@@ -286,7 +286,7 @@ def summary(reports, batch_size):
 
 
 def standard_error(ours, theirs):
-    """Returns that of the ratio of two lists' medians, by the bootstrap: how it varies if turns are drawn anew from them.
+    """Returns that of the ratio of two lists' medians, by the bootstrap: how it varies if turns are drawn from them anew.
 
     Two that took turns are drawn together, as the machine's ups and downs are common to them. B. Efron, "Bootstrap
     methods: another look at the jackknife", The Annals of Statistics 7 (1979).
