@@ -286,7 +286,7 @@ def summary(reports, batch_size):
 
 
 def standard_error(ours, theirs):
-    """Returns that of the ratio of two lists' medians, by the bootstrap: how it varies if turns are drawn from them anew.
+    """Returns that of the ratio of two lists' medians, by the bootstrap: how it varies if turns are drawn anew.
 
     Two that took turns are drawn together, as the machine's ups and downs are common to them. B. Efron, "Bootstrap
     methods: another look at the jackknife", The Annals of Statistics 7 (1979).
